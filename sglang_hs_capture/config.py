@@ -1,0 +1,68 @@
+"""Capture settings: what crosses from the launching process to the model, as the ``hs_capture`` object of its config."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from sglang_hs_capture.errors import ConfigError
+from sglang_hs_capture.layers import PRESETS, Final
+
+CONFIG_KEY = "hs_capture"
+DEFAULT_RID_PREFIX = "hs-"
+GIB = 2**30
+
+
+def _known_layers(layers: str | tuple[int, ...]) -> str | tuple[int, ...]:
+    if isinstance(layers, str) and layers not in PRESETS:
+        raise ValueError(f"expected one of {', '.join(PRESETS)} or a list of boundaries")
+    return layers
+
+
+class CaptureConfig(BaseModel):
+    """Settings of one capture.
+
+    Attributes:
+        output_dir: the dataset's directory; an absolute path.
+        layers: a preset or a list of boundaries (see ``layers.py``).
+        final: the form of the last layer's output.
+        dtype: the dtype on disk.
+        rid_prefix: only requests whose id starts with this are captured.
+        ring_bytes: host memory for rows on their way to disk.
+        shard_bytes: a shard is finished when it reaches this size.
+        min_free_bytes: capture stops when the file system has less room than this.
+        commit_interval_s: rows are made durable, and samples acknowledged, at least this often.
+        run_id: set by ``hs-capture run`` to recognise its own session.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    output_dir: Annotated[str, Field(min_length=1)]
+    layers: Annotated[str | tuple[int, ...], AfterValidator(_known_layers)] = "eagle3"
+    final: Final = Final.PRE_NORM
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    rid_prefix: Annotated[str, Field(min_length=1)] = DEFAULT_RID_PREFIX
+    ring_bytes: Annotated[int, Field(ge=2**20)] = 4 * GIB
+    shard_bytes: Annotated[int, Field(ge=2**16)] = 4 * GIB
+    min_free_bytes: Annotated[int, Field(ge=0)] = 2 * GIB
+    commit_interval_s: Annotated[float, Field(gt=0, le=60)] = 0.2
+    run_id: str = ""
+
+    @classmethod
+    def from_mapping(cls, raw: Any) -> "CaptureConfig":
+        """Check the ``hs_capture`` object of a model's config.
+
+        Raises:
+            ConfigError: naming each field that is missing, unknown or wrong.
+        """
+        if not isinstance(raw, Mapping):
+            raise ConfigError(f"{CONFIG_KEY}: expected an object such as {{\"output_dir\": \"/data/states\"}}; got {raw!r}")
+        try:
+            return cls.model_validate(dict(raw))
+        except ValidationError as error:
+            parts = [f"{CONFIG_KEY}.{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors()]
+            raise ConfigError("; ".join(parts)) from None
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The JSON object that ``from_mapping`` reads back."""
+        return self.model_dump(mode="json")
