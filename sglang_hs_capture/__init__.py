@@ -1,0 +1,3 @@
+"""Hidden-state capture for SGLang."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,45 @@
+"""Packaging of sglang-hs-capture."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+INIT = Path(__file__).parent / "sglang_hs_capture" / "__init__.py"
+
+
+def read_version() -> str:
+    """The version in ``sglang_hs_capture/__init__.py``, read without importing the package."""
+    match = re.search(r'^__version__ = "([^"]+)"$', INIT.read_text(encoding="utf-8"), re.MULTILINE)
+    if match is None:
+        raise RuntimeError(f'{INIT}: expected a line such as __version__ = "0.1.0"')
+    return match.group(1)
+
+
+TEST = ["pytest", "hypothesis"]
+
+setup(
+    name="sglang-hs-capture",
+    version=read_version(),
+    description="Captures hidden states from SGLang at full prefill speed, for training EAGLE-3 draft models",
+    python_requires=">=3.11",
+    packages=find_packages(include=["sglang_hs_capture", "sglang_hs_capture.*"]),
+    package_data={"sglang_hs_capture.demo": ["*.json", "*.jsonl", "*.txt", "*.jinja"]},
+    install_requires=[
+        "sglang>=0.5.17",
+        "torch",
+        "triton",
+        "safetensors",
+        "numpy",
+        "pydantic>=2",
+        "xxhash",
+        "aiohttp",
+        "typer",
+        "rich",
+    ],
+    extras_require={"test": TEST, "dev": [*TEST, "ruff", "mypy"]},
+    entry_points={
+        "console_scripts": ["hs-capture = sglang_hs_capture.cli.main:main"],
+        "sglang.srt.platforms": ["hs_capture_cpu = sglang_hs_capture.platform.cpu:activate"],
+    },
+)
