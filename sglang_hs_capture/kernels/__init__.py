@@ -1,0 +1,1 @@
+"""The pack kernel and its reference."""
