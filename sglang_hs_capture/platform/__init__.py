@@ -1,0 +1,1 @@
+"""The platform on which SGLang's engine runs without an accelerator."""
