@@ -98,6 +98,24 @@ def load_model_config(model: str | Path) -> ModelConfig:
     return _parse(directory, file, raw)
 
 
+def resolve_model_config(model: str) -> ModelConfig:
+    """``load_model_config``, also for a hub id whose files have been downloaded to the hub's cache here.
+
+    Raises:
+        ConfigError: as there, or the hub id is not in the cache.
+    """
+    if not is_hub_id(model):
+        return load_model_config(model)
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model, "config.json")
+    if not isinstance(found, str):
+        raise ConfigError(
+            f"model: {model} is neither a directory here nor a hub id with a config.json in the hub's cache"
+        )
+    return load_model_config(Path(found).parent)
+
+
 def _parse(directory: Path, file: Path, raw: dict[str, Any]) -> ModelConfig:
     text = raw.get("text_config")
     text = text if isinstance(text, dict) else raw

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sglang_hs_capture.errors import ConfigError
-from sglang_hs_capture.model_config import config_hash, is_hub_id, load_model_config
+from sglang_hs_capture.model_config import config_hash, is_hub_id, load_model_config, resolve_model_config
 
 TEXT = {"num_hidden_layers": 61, "hidden_size": 7168, "vocab_size": 163840, "max_position_embeddings": 262144}
 KIMI = {
@@ -96,3 +96,15 @@ def test_hub_ids_are_told_from_paths(tmp_path, monkeypatch):
     assert not is_hub_id("a/b/c")
     shutil.copytree(write(tmp_path / "x", KIMI), tmp_path / "models" / "kimi")
     assert not is_hub_id("models/kimi")
+
+
+def test_a_hub_id_is_found_in_the_cache(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    snapshot = write(tmp_path / "snapshot", KIMI)
+    cached = {"moonshotai/Kimi-K2.5": str(snapshot / "config.json")}
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda repo, name: cached.get(repo))
+    assert resolve_model_config("moonshotai/Kimi-K2.5").num_layers == 61
+    assert resolve_model_config(str(snapshot)).num_layers == 61
+    with pytest.raises(ConfigError, match="neither a directory here nor a hub id"):
+        resolve_model_config("moonshotai/Other")
