@@ -132,3 +132,14 @@ def sglang_draft_ids(boundaries: Sequence[int]) -> list[int]:
             "boundary 1 as the first one cannot be served by SGLang: it adds 1 to every id of a list that starts with 1"
         )
     return list(boundaries)
+
+
+def draft_ids(boundaries: Sequence[int]) -> dict[str, list[int]]:
+    """The captured boundaries as each convention writes them; a convention that cannot name them is left out."""
+    named = {"boundary": list(boundaries)}
+    for name, convert in (("sglang", sglang_draft_ids), ("output_of_layer", output_of_layer_ids)):
+        try:
+            named[name] = convert(boundaries)
+        except ConfigError:
+            continue
+    return named

@@ -1,0 +1,123 @@
+"""Set up capture on a model that SGLang has just built: settings, guards, taps and, on the writing rank, the store."""
+
+import atexit
+import logging
+from pathlib import Path
+from typing import Any
+
+from sglang_hs_capture import compat, layers
+from sglang_hs_capture.capture.guards import check_engine
+from sglang_hs_capture.capture.record import SessionReporter
+from sglang_hs_capture.capture.session import Capture, WritingCapture
+from sglang_hs_capture.capture.taps import Taps
+from sglang_hs_capture.config import CONFIG_KEY, CaptureConfig
+from sglang_hs_capture.errors import ConfigError, HsCaptureError
+from sglang_hs_capture.model_config import ModelConfig, load_model_config
+from sglang_hs_capture.store.identity import model_identity
+from sglang_hs_capture.store.schema import DatasetInfo
+from sglang_hs_capture.store.session import utc_now
+
+logger = logging.getLogger(__name__)
+
+
+def attach(model: Any, decoder: Any, config: Any) -> Capture | None:
+    """Prepare capture on a model.
+
+    Args:
+        model: the model SGLang builds.
+        decoder: its ``DeepseekV2Model``, with ``layers`` and ``norm``.
+        config: the model's config; its ``hs_capture`` object holds the settings.
+
+    Returns:
+        What to wrap each forward in; None when the config has no ``hs_capture``, so that nothing is captured.
+
+    Raises:
+        HsCaptureError: a setting is wrong, or the engine runs in a mode in which states would be wrong. The session record
+            says the same before, for a driver in another process.
+    """
+    raw = getattr(config, CONFIG_KEY, None)
+    if raw is None:
+        logger.warning("hs_capture: the model's config has no %r object, so nothing is captured", CONFIG_KEY)
+        return None
+    capture_config = CaptureConfig.from_mapping(raw)
+    if not Path(capture_config.output_dir).is_absolute():
+        raise ConfigError(f"{CONFIG_KEY}.output_dir: expected an absolute path, got {capture_config.output_dir!r}")
+    place = compat.ranks()
+    reporter = SessionReporter(
+        Path(capture_config.output_dir),
+        place.writer,
+        run_id=capture_config.run_id,
+        rid_prefix=capture_config.rid_prefix,
+        sglang_version=compat.sglang_version(),
+    )
+    try:
+        return _attach(model, decoder, config, capture_config, place, reporter)
+    except HsCaptureError as error:
+        logger.error("hs_capture: refused to start: %s", error)
+        if place.attn_tp_rank == 0:
+            reporter.refused(error)
+        raise
+
+
+def _attach(
+    model: Any, decoder: Any, config: Any, capture_config: CaptureConfig, place: compat.Ranks, reporter: SessionReporter
+) -> Capture:
+    settings = compat.engine_settings()
+    check_engine(settings)
+    text_config = getattr(config, "text_config", None) or config
+    num_layers = int(text_config.num_hidden_layers)
+    boundaries = layers.resolve_boundaries(capture_config.layers, num_layers)
+    columns = layers.make_columns(boundaries, capture_config.final)
+    taps = Taps(decoder, columns)
+    if place.attn_tp_rank != 0:
+        return Capture(taps, capture_config.rid_prefix)
+    model_config = _model_config(settings.model_path)
+    info = DatasetInfo(
+        boundaries=boundaries,
+        columns=tuple(column.name for column in columns),
+        num_layers=num_layers,
+        hidden_size=int(text_config.hidden_size),
+        dtype=capture_config.dtype,
+        model_path=settings.model_path,
+        architecture=model_config.architecture,
+        config_hash=model_config.config_hash,
+        final_norm_eps=float(text_config.rms_norm_eps),
+        created_at=utc_now(),
+        sglang_version=compat.sglang_version(),
+    )
+    reporter.describe(
+        model=model_identity(info),
+        architecture_class=f"{type(model).__module__}.{type(model).__qualname__}",
+        context_length=settings.context_length,
+        max_prompt_tokens=settings.context_length - 1,
+        chunked_prefill_size=settings.chunked_prefill_size,
+        draft_ids=layers.draft_ids(boundaries),
+    )
+    chunk = settings.chunked_prefill_size
+    capture = WritingCapture(
+        taps,
+        capture_config,
+        info,
+        columns,
+        reporter=reporter,
+        device=next(decoder.norm.parameters()).device,
+        staging_rows=chunk if chunk > 0 else settings.max_prefill_tokens,
+        norm=decoder.norm,
+    )
+    reporter.ready()
+    # A killed process loses nothing that was acknowledged; one that ends in order also finishes its shard.
+    atexit.register(capture.close)
+    logger.info("hs_capture: capturing %s of requests %r* into %s", info.columns, capture_config.rid_prefix, reporter.writer)
+    return capture
+
+
+def _model_config(model_path: str) -> ModelConfig:
+    """Read the config.json of a model directory, or of a hub model where SGLang has downloaded it."""
+    if Path(model_path).is_dir():
+        return load_model_config(model_path)
+    from transformers.utils import cached_file  # noqa: PLC0415 - only hub models need it
+
+    found = cached_file(model_path, "config.json", local_files_only=True)
+    if found is None:
+        raise ConfigError(f"model: SGLang loaded {model_path!r}, but its config.json is not in the local cache")
+    return load_model_config(Path(found).parent)

@@ -1,0 +1,253 @@
+"""The writing thread: batches in the order of their forwards in, stored rows and acknowledged samples out."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from sglang_hs_capture.capture.rows import HostMetadata, KeptRequest, RowPlan
+from sglang_hs_capture.capture.slots import Prefix, SlotTable
+from sglang_hs_capture.errors import HsCaptureError
+from sglang_hs_capture.staging.copier import Piece
+from sglang_hs_capture.staging.ring import HostRing
+from sglang_hs_capture.store.hashing import prefix_hashes
+from sglang_hs_capture.store.schema import Extent, merge_extents
+from sglang_hs_capture.store.writer import StoreWriter
+
+logger = logging.getLogger(__name__)
+
+_MOST_CARRIED = 4096
+_IDLE_S = 1.0
+
+
+@dataclass(frozen=True)
+class BatchHeader:
+    """Announces the pieces of one forward.
+
+    Attributes:
+        plan: which requests and rows.
+        n_forward_rows: rows of the whole forward, captured or not.
+        n_requests: requests of the whole forward.
+        metadata: int64, the host's copy of ``batch_metadata``; there once ``wait`` returns.
+        absmax: float32 ``[T, C]`` on the host; likewise.
+        wait: returns when both have been copied.
+    """
+
+    plan: RowPlan
+    n_forward_rows: int
+    n_requests: int
+    metadata: torch.Tensor
+    absmax: torch.Tensor
+    wait: Callable[[], None]
+
+
+@dataclass
+class _OpenRequest:
+    """A captured request's rows of the current batch, as far as they have been stored."""
+
+    kept: KeptRequest
+    prompt_len: int
+    tokens: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    hashes: np.ndarray
+    prefix: Prefix
+    problem: tuple[str, str] | None
+    extents: list[Extent] = field(default_factory=list)
+    stored: int = 0
+
+
+@dataclass
+class Tallies:
+    """What the thread has done so far: samples acknowledged, given up for unusable rows, and for rows not found."""
+
+    samples: int = 0
+    failed: int = 0
+    incomplete: int = 0
+
+
+class Committer:
+    """Stores batches on a thread of its own.
+
+    After an error nothing more is stored and the ring is closed, but the thread keeps emptying its queue, so that the server
+    lives on; ``on_error`` is called once with the error.
+    """
+
+    def __init__(
+        self,
+        store: StoreWriter,
+        ring: HostRing,
+        *,
+        commit_interval_s: float,
+        on_commit: Callable[[bool], None],
+        on_error: Callable[[Exception], None],
+    ) -> None:
+        """Make the thread; ``start`` starts it.
+
+        Args:
+            store: where rows go; from now on used by this thread alone.
+            ring: where pieces lie.
+            commit_interval_s: rows are durable, and samples acknowledged, at least this often.
+            on_commit: called after each commit with False, and with True once the queue has been empty for a second.
+            on_error: called once, with the error that ended capture.
+        """
+        self._store, self._ring = store, ring
+        self._interval, self._on_commit, self._on_error = commit_interval_s, on_commit, on_error
+        self._idle_reported = True
+        self._queue: queue.SimpleQueue[BatchHeader | Piece | None] = queue.SimpleQueue()
+        self._slots = SlotTable()
+        self._open: list[_OpenRequest] = []
+        # Why an earlier chunk of a prompt was not stored; the last chunk reports it.
+        self._carried: dict[str, tuple[str, str]] = {}
+        self._dirty_since: float | None = None
+        self._failed = False
+        self.tallies = Tallies()
+        self._thread = threading.Thread(target=self._run, name="hs-capture-committer", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def put(self, item: BatchHeader | Piece) -> None:
+        """Hand over a batch's header, then each of its pieces, from the forward's thread."""
+        self._queue.put(item)
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """Store what was handed over, commit, close the store and end the thread."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+
+    @property
+    def slot_table_bytes(self) -> int:
+        """Host memory of the slot table."""
+        return self._slots.nbytes
+
+    def _run(self) -> None:
+        while True:
+            try:
+                item = self._queue.get(timeout=self._until_commit())
+            except queue.Empty:
+                self._guarded(self._idle if self._dirty_since is None else self._commit)
+                continue
+            if item is None:
+                self._guarded(self._commit)
+                self._guarded(self._store.close)
+                return
+            if isinstance(item, BatchHeader):
+                self._guarded(lambda header=item: self._begin(header))
+            else:
+                self._guarded(lambda piece=item: self._take(piece))
+                # A slot is given back also after an error: a forward may be waiting for it.
+                self._ring.release(item.slot)
+            if self._dirty_since is not None and time.monotonic() - self._dirty_since >= self._interval:
+                self._guarded(self._commit)
+
+    def _until_commit(self) -> float | None:
+        if self._dirty_since is None:
+            return None if self._idle_reported else _IDLE_S
+        return max(0.0, self._interval - (time.monotonic() - self._dirty_since))
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        if self._failed:
+            self._dirty_since, self._idle_reported = None, True
+            return
+        try:
+            step()
+        except Exception as error:
+            self._failed = True
+            self._dirty_since, self._idle_reported = None, True
+            self._ring.close()
+            log = logger.error if isinstance(error, HsCaptureError) else logger.exception
+            log("hs_capture: capture stopped, the server goes on: %s", error)
+            self._on_error(error)
+
+    def _begin(self, header: BatchHeader) -> None:
+        header.wait()
+        meta = HostMetadata(header.metadata.numpy(), header.plan, header.n_forward_rows, header.n_requests)
+        absmax = header.absmax.numpy()
+        self._open = [self._open_request(kept, meta, absmax) for kept in header.plan.requests]
+
+    def _open_request(self, kept: KeptRequest, meta: HostMetadata, absmax: np.ndarray) -> _OpenRequest:
+        rows = slice(kept.source, kept.source + kept.length)
+        tokens, slots = meta.input_ids[rows], meta.slots[rows]
+        positions = np.arange(kept.prefix_len, kept.prefix_len + kept.length, dtype=np.int64)
+        found = self._slots.lookup(meta.prefix_slots(kept))
+        problem = self._carried.pop(kept.rid, None) if kept.prefix_len else None
+        if isinstance(found, str):
+            problem, found = problem or ("incomplete", found), Prefix((), 0)
+        problem = problem or _unusable(absmax[kept.target : kept.target + kept.length], kept.prefix_len)
+        hashes = prefix_hashes(tokens, kept.prefix_len, found.end_hash)
+        prompt_len = int(meta.prompt_lens[kept.index])
+        return _OpenRequest(kept, prompt_len, tokens, positions, slots, hashes, found, problem)
+
+    def _take(self, piece: Piece) -> None:
+        piece.wait()
+        data = memoryview(self._ring.rows(piece.slot, piece.count).numpy())
+        row_bytes = len(data) // piece.count
+        end = piece.start + piece.count
+        for request in self._open:
+            first = max(request.kept.target, piece.start)
+            last = min(request.kept.target + request.kept.length, end)
+            if first < last:
+                part = data[(first - piece.start) * row_bytes : (last - piece.start) * row_bytes]
+                self._store_part(request, part, slice(first - request.kept.target, last - request.kept.target))
+        self._dirty_since = self._dirty_since or time.monotonic()
+
+    def _store_part(self, request: _OpenRequest, data: memoryview, rows: slice) -> None:
+        slots = request.slots[rows]
+        if request.problem is None:
+            tokens, positions, hashes = request.tokens[rows], request.positions[rows], request.hashes[rows]
+            extents = self._store.append(data, tokens, positions, hashes)
+            self._slots.record(slots, extents, tokens, positions, hashes)
+            request.extents.extend(extents)
+        else:
+            # A row that is bad, or whose place in a prompt is unknown, is never linked to: it is not stored at all.
+            self._slots.forget(slots)
+        request.stored += rows.stop - rows.start
+        if request.stored == request.kept.length:
+            self._finish(request)
+
+    def _finish(self, request: _OpenRequest) -> None:
+        rid, length = request.kept.rid, request.kept.prefix_len + request.kept.length
+        if length < request.prompt_len:
+            if request.problem is not None:
+                self._carry(rid, request.problem)
+            return
+        if request.problem is not None:
+            reason, detail = request.problem
+            self.tallies.incomplete += reason == "incomplete"
+            self.tallies.failed += reason != "incomplete"
+            logger.warning("hs_capture: request %r was not captured: %s: %s", rid, reason, detail)
+            self._store.add_failure(rid, reason, detail)
+            return
+        extents = merge_extents([*request.prefix.extents, *request.extents])
+        self._store.add_sample(rid, length, extents, int(request.hashes[-1]))
+
+    def _carry(self, rid: str, problem: tuple[str, str]) -> None:
+        # Requests aborted between chunks never come back for theirs: the oldest go first.
+        while len(self._carried) >= _MOST_CARRIED:
+            del self._carried[next(iter(self._carried))]
+        self._carried[rid] = problem
+
+    def _commit(self) -> None:
+        self.tallies.samples += len(self._store.commit())
+        self._dirty_since, self._idle_reported = None, False
+        self._on_commit(False)
+
+    def _idle(self) -> None:
+        self._idle_reported = True
+        self._on_commit(True)
+
+
+def _unusable(absmax: np.ndarray, first_position: int) -> tuple[str, str] | None:
+    """Look for rows that must not be trained on; ``absmax`` is float32 ``[T, C]``."""
+    for reason, bad in (("non_finite", ~np.isfinite(absmax)), ("zero_row", absmax == 0)):
+        if bad.any():
+            row, column = np.argwhere(bad)[0]
+            return reason, f"state {column} at position {first_position + row}, and {int(bad.any(axis=1).sum()) - 1} more rows"
+    return None

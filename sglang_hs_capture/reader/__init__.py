@@ -1,0 +1,1 @@
+"""Reading a dataset, for training and for export."""

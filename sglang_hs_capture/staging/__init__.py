@@ -1,0 +1,1 @@
+"""The way of packed rows from the device to host memory."""

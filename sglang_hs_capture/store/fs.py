@@ -1,0 +1,129 @@
+"""Every system call of the store that changes a file: short writes, durable names, and how failures are told.
+
+The rest of the store calls the operating system through this module only, so that tests can put a failing, dying or
+forgetful disk in its place by replacing ``fs.os``.
+"""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from sglang_hs_capture.errors import DiskFullError, StoreError
+
+Buffer = bytes | bytearray | memoryview
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def io_errors(path: Path, action: str) -> Iterator[None]:
+    """Turn an ``OSError`` into this project's own, naming the file, what was being done to it, and the reason.
+
+    Raises:
+        DiskFullError: the file system or a quota is full.
+        StoreError: anything else.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        message = f"{path}: could not {action}: {reason}; all acknowledged samples are safe"
+        if error.errno in _FULL:
+            raise DiskFullError(f"{message}; free some space or choose another file system, then run again") from error
+        raise StoreError(message) from error
+
+
+def open_file(path: Path, flags: int) -> int:
+    """Open a file, close-on-exec, creating it with the process's umask where the flags say so."""
+    return os.open(path, flags | os.O_CLOEXEC, 0o666)
+
+
+def pwrite_all(fd: int, data: Buffer, offset: int) -> None:
+    """Write all of ``data`` at ``offset``, however many calls it takes; the GIL is released during each."""
+    view = memoryview(data).cast("B")
+    while view:
+        written = os.pwrite(fd, view, offset)
+        if not written:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        view = view[written:]
+        offset += written
+
+
+def pread_all(fd: int, view: memoryview, offset: int) -> None:
+    """Fill ``view`` from ``offset``.
+
+    Raises:
+        EOFError: the file ends before.
+    """
+    while view:
+        count = os.preadv(fd, [view], offset)
+        if not count:
+            raise EOFError(f"the file ends at byte {offset}, {len(view)} bytes too early")
+        view = view[count:]
+        offset += count
+
+
+def fsync(fd: int) -> None:
+    """Make a file's content durable. A failure is final: the kernel may have dropped the pages, so never try again."""
+    os.fsync(fd)
+
+
+def fsync_dir(path: Path) -> None:
+    """Make the names in a folder durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def truncate(fd: int, length: int) -> None:
+    """Cut a file."""
+    os.ftruncate(fd, length)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Rename a file within its folder, durably."""
+    os.rename(old, new)
+    fsync_dir(new.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a file if it is there; not durable until the folder is."""
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def make_dir(path: Path) -> None:
+    """Create a folder and its parents where missing, durably."""
+    if path.is_dir():
+        return
+    make_dir(path.parent)
+    with suppress(FileExistsError):
+        os.mkdir(path)
+    fsync_dir(path.parent)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Give a file new content, durably, so that a reader sees the old content or the new and never a mixture."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    fd = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        try:
+            pwrite_all(fd, data, 0)
+            fsync(fd)
+        finally:
+            os.close(fd)
+        rename(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            remove(temporary)
+        raise
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that an ordinary user can still write to the file system that holds ``path``."""
+    stat = os.statvfs(path)
+    return stat.f_bavail * stat.f_frsize

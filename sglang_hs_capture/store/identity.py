@@ -1,0 +1,74 @@
+"""``dataset.json``: written once by the first writer, checked by every later one."""
+
+import json
+from pathlib import Path
+
+from sglang_hs_capture.errors import CorruptionError, DatasetMismatchError, StoreError
+from sglang_hs_capture.store import fs
+from sglang_hs_capture.store.lock import FileLock
+from sglang_hs_capture.store.schema import DatasetInfo
+
+DATASET_FILE = "dataset.json"
+SHARD_FOLDER = "shards"
+
+
+def read_info(directory: Path) -> DatasetInfo:
+    """What a dataset holds.
+
+    Raises:
+        StoreError: there is no dataset, or it is of another format or a newer version.
+        CorruptionError: ``dataset.json`` is not what was written.
+    """
+    path = directory / DATASET_FILE
+    with fs.io_errors(path, "read the dataset's description"):
+        text = path.read_bytes()
+    try:
+        raw = json.loads(text)
+    except ValueError as error:
+        raise CorruptionError(f"{path}: not JSON ({error}); restore it from a copy") from None
+    if not isinstance(raw, dict):
+        raise CorruptionError(f"{path}: expected an object; restore it from a copy")
+    return DatasetInfo.from_json(raw, str(path))
+
+
+def check_or_write_info(directory: Path, info: DatasetInfo, lock_timeout_s: float = 10.0) -> DatasetInfo:
+    """Make ``directory`` the dataset that ``info`` describes, or check that it is.
+
+    Returns:
+        What ``dataset.json`` says, which may name another path or version than ``info``.
+
+    Raises:
+        DatasetMismatchError: it is another dataset; each differing field is named with both values.
+    """
+    with fs.io_errors(directory, "create the dataset"):
+        fs.make_dir(directory / SHARD_FOLDER)
+    path = directory / DATASET_FILE
+    lock = FileLock(directory / "lock-dataset", lock_timeout_s)
+    try:
+        if not path.exists():
+            with fs.io_errors(path, "write"):
+                fs.replace_file(path, (json.dumps(info.to_json(), indent=2) + "\n").encode())
+        existing = read_info(directory)
+    finally:
+        lock.release()
+    differences = existing.differences(info)
+    if differences:
+        raise DatasetMismatchError(
+            f"{directory}: this dataset was captured differently ({'; '.join(differences)}); choose another --output"
+        )
+    return existing
+
+
+def model_identity(info: DatasetInfo) -> dict[str, object]:
+    """The part of ``info`` that a session record repeats as ``model``."""
+    return {key: value for key, value in info.to_json().items() if key not in ("format", "version", "created_at")}
+
+
+def require_dataset(directory: Path) -> None:
+    """Tell a folder that holds no dataset from one that does.
+
+    Raises:
+        StoreError: it holds none.
+    """
+    if not (directory / DATASET_FILE).is_file():
+        raise StoreError(f"{directory}: expected a dataset, but there is no {DATASET_FILE}; check the path")

@@ -1,0 +1,179 @@
+"""The index of a dataset: which samples it holds, joined from all journals and the driver's ledger."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_hs_capture.store.identity import read_info, require_dataset
+from sglang_hs_capture.store.replay import Replay, ShardState, journal_writers, replay_journal
+from sglang_hs_capture.store.requests import DroppedRecord, RequestRecord, Requests, load_requests
+from sglang_hs_capture.store.schema import DatasetInfo, Extent, SampleRecord, parse_rid
+from sglang_hs_capture.store.session import SessionRecord, read_sessions
+
+
+@dataclass(frozen=True)
+class SamplePart:
+    """A sample's rows at one writer; ``columns`` are those of a row there: all, or those of a pipeline stage."""
+
+    writer: str
+    columns: tuple[str, ...]
+    extents: tuple[Extent, ...]
+
+
+@dataclass(frozen=True)
+class SampleEntry:
+    """One sample, whole.
+
+    Attributes:
+        id: the user's name of it; the request id for a request sent by hand.
+        length: number of tokens S.
+        end_hash: chained hash of all tokens.
+        parts: one per pipeline stage, together having every column of the dataset.
+        loss_mask_rle: run lengths of the loss mask; None for a request sent by hand.
+        source: ``file:line``; None for a request sent by hand.
+    """
+
+    id: str
+    rid: str
+    length: int
+    end_hash: int
+    parts: tuple[SamplePart, ...]
+    loss_mask_rle: tuple[int, ...] | None = None
+    source: str | None = None
+
+    @property
+    def writer(self) -> str:
+        """The writer of the first part."""
+        return self.parts[0].writer
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """The extents of the first part."""
+        return self.parts[0].extents
+
+
+@dataclass(frozen=True)
+class FailedEntry:
+    """A request that failed and whose sample was not captured since."""
+
+    id: str
+    rid: str
+    writer: str
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """A shard of a writer; its first ``state.rows`` rows are durable."""
+
+    writer: str
+    shard: int
+    state: ShardState
+
+
+@dataclass(frozen=True)
+class DatasetIndex:
+    """All that a dataset holds.
+
+    Attributes:
+        samples: each sample once, in the ledger's order, then those sent by hand in the journals' order.
+        requested: the ledger's records, by id.
+        dropped: samples given up by the driver.
+        failed: failures of samples that were not captured since.
+        mismatched: acknowledged, but with other tokens than the ledger's record of that id; not among ``samples``.
+        shards: those with durable rows, by writer and number.
+        sessions: the latest of each writer.
+    """
+
+    info: DatasetInfo
+    samples: tuple[SampleEntry, ...]
+    requested: dict[str, RequestRecord]
+    dropped: tuple[DroppedRecord, ...]
+    failed: tuple[FailedEntry, ...]
+    mismatched: tuple[SampleEntry, ...]
+    shards: tuple[ShardEntry, ...]
+    sessions: tuple[SessionRecord, ...]
+
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """Ids asked for that are neither captured nor dropped, in the ledger's order."""
+        done = {sample.id for sample in self.samples} | {record.id for record in self.dropped}
+        return tuple(id for id in self.requested if id not in done)
+
+
+def load_index(directory: Path) -> DatasetIndex:
+    """Read a dataset's journals and ledger, also while it is being written.
+
+    Of a sample acknowledged several times the first one counts that has the tokens of the ledger's record.
+
+    Raises:
+        StoreError: there is no dataset.
+        CorruptionError: a file is damaged.
+    """
+    directory = Path(directory)
+    require_dataset(directory)
+    info = read_info(directory)
+    # The ledger last: a sample must be in it before it can be in a journal.
+    replays = [replay_journal(directory, writer) for writer in journal_writers(directory)]
+    ledger = load_requests(directory)
+    samples, mismatched = _join(info, replays, ledger)
+    known = {sample.id for sample in samples}
+    names = {record.key: record.id for record in ledger.requests.values()}
+    failures = [(r.writer, f, _sample_id(f.rid, names)) for r in replays for f in r.failures]
+    return DatasetIndex(
+        info=info,
+        samples=samples,
+        requested=ledger.requests,
+        dropped=tuple(record for record in ledger.dropped.values() if record.id not in known),
+        failed=tuple(FailedEntry(i, f.rid, w, f.reason, f.detail) for w, f, i in failures if i not in known),
+        mismatched=mismatched,
+        shards=tuple(
+            ShardEntry(r.writer, n, state) for r in replays for n, state in sorted(r.shards.items()) if state.rows
+        ),
+        sessions=tuple(read_sessions(directory)),
+    )
+
+
+def _sample_id(rid: str, names: dict[str, str]) -> str:
+    parsed = parse_rid(rid)
+    return names.get(parsed[1], rid) if parsed else rid
+
+
+def _join(
+    info: DatasetInfo, replays: list[Replay], ledger: Requests
+) -> tuple[tuple[SampleEntry, ...], tuple[SampleEntry, ...]]:
+    names = {record.key: record.id for record in ledger.requests.values()}
+    found: dict[str, SampleEntry] = {}
+    mismatched = []
+    for rid, length, end_hash, parts in _whole(info, replays):
+        request = ledger.requests.get(_sample_id(rid, names))
+        if request is None:
+            found.setdefault(rid, SampleEntry(rid, rid, length, end_hash, parts))
+            continue
+        entry = SampleEntry(request.id, rid, length, end_hash, parts, request.loss_mask, request.source)
+        if (length, end_hash) == (request.length, request.end_hash):
+            found.setdefault(entry.id, entry)
+        else:
+            mismatched.append(entry)
+    by_ledger = [found.pop(id) for id in ledger.requests if id in found]
+    return (*by_ledger, *found.values()), tuple(mismatched)
+
+
+def _whole(info: DatasetInfo, replays: list[Replay]) -> list[tuple[str, int, int, tuple[SamplePart, ...]]]:
+    """Put pipeline stages together: request id, length, end hash and parts of each request that has every column."""
+    wanted = set(info.columns)
+    parts: dict[tuple[str, int, int], list[SamplePart]] = {}
+    for replay in replays:
+        for sample in replay.samples:
+            _add_part(parts.setdefault((sample.rid, sample.length, sample.end_hash), []), replay, sample, wanted)
+    return [(*key, tuple(found)) for key, found in parts.items() if wanted == _names(found)]
+
+
+def _add_part(parts: list[SamplePart], replay: Replay, sample: SampleRecord, wanted: set[str]) -> None:
+    columns = replay.columns(sample)
+    if not (wanted - _names(parts)).isdisjoint(columns):
+        parts.append(SamplePart(replay.writer, columns, sample.extents))
+
+
+def _names(parts: list[SamplePart]) -> set[str]:
+    return {name for part in parts for name in part.columns}

@@ -1,0 +1,273 @@
+"""The records of a dataset: its identity, extents, journal records, and the names derived from a sample's id."""
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from sglang_hs_capture.errors import CorruptionError, StoreError
+from sglang_hs_capture.layers import CONVENTION
+
+FORMAT = "sglang-hs-capture"
+VERSION = 1
+ELEMENT_SIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+SAFETENSORS_DTYPE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+_IDENTITY = ("boundaries", "columns", "num_layers", "hidden_size", "dtype", "config_hash")
+_RID = re.compile(r"(?P<prefix>.*)(?P<key>[0-9a-f]{24})-(?P<attempt>[0-9]+)", re.DOTALL)
+_WRITER = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+
+
+class Extent(NamedTuple):
+    """``count`` rows of one writer's shard, from row ``start``."""
+
+    shard: int
+    start: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls on an extent
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """What a dataset holds, and of which model: the content of ``dataset.json``.
+
+    ``columns`` names the states of a row in order, each of ``hidden_size`` elements of ``dtype``.
+    """
+
+    boundaries: tuple[int, ...]
+    columns: tuple[str, ...]
+    num_layers: int
+    hidden_size: int
+    dtype: str
+    model_path: str
+    architecture: str
+    config_hash: str
+    final_norm_eps: float
+    created_at: str
+    sglang_version: str
+    convention: str = CONVENTION
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "boundaries", tuple(self.boundaries))
+        object.__setattr__(self, "columns", tuple(self.columns))
+        if self.dtype not in ELEMENT_SIZE:
+            raise StoreError(f"dtype: expected one of {', '.join(ELEMENT_SIZE)}; got {self.dtype!r}")
+        if not self.columns or self.hidden_size < 1:
+            raise StoreError(f"a row needs columns; got {len(self.columns)} of {self.hidden_size} elements each")
+
+    @property
+    def column_bytes(self) -> int:
+        """Bytes of one state of one token."""
+        return self.hidden_size * ELEMENT_SIZE[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's states, all columns together."""
+        return len(self.columns) * self.column_bytes
+
+    def differences(self, other: "DatasetInfo") -> list[str]:
+        """Name each field that makes ``other`` a different dataset, with both values.
+
+        The model's path and all versions may differ: a model that was moved is the same model.
+        """
+        pairs = [(name, getattr(self, name), getattr(other, name)) for name in _IDENTITY]
+        return [f"{name}: {_plain(mine)} there, {_plain(theirs)} now" for name, mine, theirs in pairs if mine != theirs]
+
+    def to_json(self) -> dict[str, Any]:
+        """The object stored in ``dataset.json``."""
+        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any], where: str) -> "DatasetInfo":
+        """Read the object of ``dataset.json``.
+
+        Raises:
+            CorruptionError: a field is missing.
+            StoreError: it is of another format, or of a newer version than this release reads.
+        """
+        check_version(raw, where)
+        names = [field.name for field in fields(cls)]
+        missing = [name for name in names if name not in raw]
+        if missing:
+            raise CorruptionError(f"{where}: the fields {', '.join(missing)} are missing")
+        return cls(**{name: raw[name] for name in names})
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def check_version(raw: Mapping[str, Any], where: str) -> None:
+    """Refuse another format, or a version that this release cannot know.
+
+    Raises:
+        StoreError: as said.
+    """
+    if raw.get("format") != FORMAT or not isinstance(raw.get("version"), int):
+        raise StoreError(f"{where}: expected the format {FORMAT!r} with a version; got {raw.get('format')!r}")
+    if raw["version"] > VERSION:
+        raise StoreError(
+            f"{where}: written in version {raw['version']} of the format, this release reads up to {VERSION}; upgrade"
+        )
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """A partial shard exists: where its rows begin, and which columns each has."""
+
+    shard: int
+    data_offset: int
+    columns: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"t": "shard", "shard": self.shard, "data_offset": self.data_offset, "columns": list(self.columns)}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> "ShardRecord":
+        return cls(int(raw["shard"]), int(raw["data_offset"]), tuple(raw["columns"]))
+
+
+@dataclass(frozen=True)
+class RowsRecord:
+    """Rows ``start`` to ``start + count`` of a shard are durable; ``xxh3`` is the checksum of their states' bytes."""
+
+    shard: int
+    start: int
+    count: int
+    xxh3: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"t": "rows", "shard": self.shard, "start": self.start, "count": self.count, "xxh3": to_hex(self.xxh3)}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> "RowsRecord":
+        return cls(int(raw["shard"]), int(raw["start"]), int(raw["count"]), int(raw["xxh3"], 16))
+
+
+@dataclass(frozen=True)
+class SampleRecord:
+    """A sample is acknowledged: its rows, in order, and the chained hash of its tokens."""
+
+    rid: str
+    length: int
+    extents: tuple[Extent, ...]
+    end_hash: int
+    session: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "t": "sample",
+            "rid": self.rid,
+            "length": self.length,
+            "extents": [list(extent) for extent in self.extents],
+            "end_hash": to_hex(self.end_hash),
+            "session": self.session,
+        }
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> "SampleRecord":
+        extents = tuple(Extent(int(shard), int(start), int(count)) for shard, start, count in raw["extents"])
+        return cls(raw["rid"], int(raw["length"]), extents, int(raw["end_hash"], 16), raw["session"])
+
+
+@dataclass(frozen=True)
+class FailureRecord:
+    """A request was seen, and its sample is not stored: why."""
+
+    rid: str
+    reason: str
+    detail: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"t": "failed", "rid": self.rid, "reason": self.reason, "detail": self.detail}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> "FailureRecord":
+        return cls(raw["rid"], raw["reason"], raw["detail"])
+
+
+def to_hex(value: int) -> str:
+    """A uint64 as 16 hexadecimal digits."""
+    return f"{value:016x}"
+
+
+def check_writer(name: str) -> str:
+    """Return a writer's name, which becomes part of file names.
+
+    Raises:
+        ValueError: it holds anything but small letters, digits and single hyphens.
+    """
+    if not _WRITER.fullmatch(name):
+        raise ValueError(f"writer: expected a name such as dp0-pp0; got {name!r}")
+    return name
+
+
+def sample_key(sample_id: str) -> str:
+    """24 hexadecimal digits that stand for a sample's id in request ids: safe in any place, of constant length."""
+    return hashlib.blake2b(sample_id.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
+
+
+def make_rid(rid_prefix: str, key: str, attempt: int) -> str:
+    """The request id of one attempt, from 0, at capturing the sample with this key."""
+    return f"{rid_prefix}{key}-{attempt}"
+
+
+def parse_rid(rid: str) -> tuple[str, str, int] | None:
+    """Split a request id into prefix, key and attempt; None if ``make_rid`` did not make it."""
+    match = _RID.fullmatch(rid)
+    return (match["prefix"], match["key"], int(match["attempt"])) if match else None
+
+
+def merge_extents(extents: Iterable[Extent]) -> tuple[Extent, ...]:
+    """Join extents that follow each other in the same shard; the rows and their order stay the same."""
+    merged: list[Extent] = []
+    for extent in extents:
+        last = merged[-1] if merged else None
+        if last and last.shard == extent.shard and last.start + last.count == extent.start:
+            merged[-1] = Extent(last.shard, last.start, last.count + extent.count)
+        else:
+            merged.append(Extent(*extent))
+    return tuple(merged)
+
+
+def extents_from_rows(shards: NDArray[np.int64], rows: NDArray[np.int64]) -> tuple[Extent, ...]:
+    """The shortest list of extents that names these rows in this order.
+
+    Args:
+        shards: int64 [n], each row's shard.
+        rows: int64 [n], each row's number in its shard.
+    """
+    if not len(rows):
+        return ()
+    breaks = np.flatnonzero((np.diff(shards) != 0) | (np.diff(rows) != 1)) + 1
+    starts = np.concatenate(([0], breaks))
+    counts = np.diff(np.concatenate((starts, [len(rows)])))
+    return tuple(Extent(int(shards[s]), int(rows[s]), int(n)) for s, n in zip(starts, counts, strict=True))
+
+
+def rle_encode(mask: ArrayLike) -> list[int]:
+    """Run lengths of a mask of zeros and ones, alternating; the first counts zeros, and is 0 before a leading one.
+
+    Args:
+        mask: integers or booleans [S].
+    """
+    bits = np.asarray(mask).astype(np.int8)
+    if bits.ndim != 1 or np.any((bits != 0) & (bits != 1)):
+        raise ValueError("mask: expected one dimension of zeros and ones")
+    if not len(bits):
+        return []
+    edges = np.flatnonzero(np.diff(bits)) + 1
+    runs = np.diff(np.concatenate(([0], edges, [len(bits)]))).tolist()
+    return [0, *runs] if bits[0] else runs
+
+
+def rle_decode(runs: Sequence[int]) -> NDArray[np.int64]:
+    """The mask that ``rle_encode`` encoded.
+
+    Returns:
+        int64 [S], zeros and ones.
+    """
+    return np.repeat(np.arange(len(runs), dtype=np.int64) % 2, np.asarray(runs, dtype=np.int64))

@@ -1,0 +1,132 @@
+"""Session records: who captures into a dataset, in which state, and how far; the handshake between model and driver."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from sglang_hs_capture.errors import CorruptionError
+from sglang_hs_capture.store import fs
+from sglang_hs_capture.store.schema import FORMAT, VERSION, check_version, check_writer
+
+State = Literal["starting", "ready", "stopped", "refused", "closed"]
+Number = int | float
+
+
+def utc_now() -> str:
+    """The time as ISO 8601 in UTC, to the millisecond: ``2025-01-31T12:00:00.000Z``."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+@dataclass
+class Counters:
+    """What a session has done so far; bytes and rows count states, times are seconds."""
+
+    rows: int = 0
+    bytes: int = 0
+    samples: int = 0
+    failed: int = 0
+    incomplete: int = 0
+    blocked_s: float = 0.0
+    disk_wait_s: float = 0.0
+    ring_bytes: int = 0
+
+
+@dataclass
+class SessionRecord:
+    """The content of ``session-<writer>.json``.
+
+    Attributes:
+        state: ``starting``; ``ready`` for requests; ``stopped`` capturing while the server lives on; ``refused`` by a
+            guard at model start; ``closed`` in order. ``error`` says why in one line for ``stopped`` and ``refused``.
+        session_id: hexadecimal digits of a UUID, new with each start of the process.
+        run_id: given by ``hs-capture run`` to recognise its own server; empty otherwise.
+        model: the model's identity, as in ``dataset.json``.
+        draft_ids: the captured boundaries in each convention.
+    """
+
+    writer: str
+    session_id: str
+    pid: int
+    host: str
+    run_id: str = ""
+    state: State = "starting"
+    error: str | None = None
+    started_at: str = field(default_factory=utc_now)
+    updated_at: str = ""
+    sglang_version: str = ""
+    torch_version: str = ""
+    plugin_version: str = ""
+    model: dict[str, Any] = field(default_factory=dict)
+    architecture_class: str = ""
+    rid_prefix: str = ""
+    context_length: int = 0
+    max_prompt_tokens: int = 0
+    chunked_prefill_size: int = 0
+    draft_ids: dict[str, list[int]] = field(default_factory=dict)
+    counters: Counters = field(default_factory=Counters)
+
+    def to_json(self) -> dict[str, Any]:
+        """The object on disk."""
+        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any], where: str) -> "SessionRecord":
+        """Read the object on disk; fields that this release does not know are passed over.
+
+        Raises:
+            CorruptionError: who captures, or in which state, is missing.
+        """
+        check_version(raw, where)
+        missing = [name for name in ("writer", "session_id", "pid", "host", "state") if name not in raw]
+        if missing:
+            raise CorruptionError(f"{where}: the fields {', '.join(missing)} are missing")
+        values = {f.name: raw[f.name] for f in fields(cls) if f.name in raw}
+        counters = raw.get("counters", {})
+        values["counters"] = Counters(**{f.name: counters[f.name] for f in fields(Counters) if f.name in counters})
+        return cls(**values)
+
+
+def session_path(directory: Path, writer: str) -> Path:
+    """The session record of a writer, such as ``dp0-pp0``."""
+    return directory / f"session-{check_writer(writer)}.json"
+
+
+def write_session(directory: Path, record: SessionRecord) -> None:
+    """Put ``record`` in place of the writer's last one, in one step, and set its ``updated_at``.
+
+    Raises:
+        DiskFullError, StoreError: the old record is still there.
+    """
+    record.updated_at = utc_now()
+    path = session_path(directory, record.writer)
+    with fs.io_errors(path, "write"):
+        fs.make_dir(directory)
+        fs.replace_file(path, (json.dumps(record.to_json(), indent=2) + "\n").encode())
+
+
+def read_session(path: Path) -> SessionRecord | None:
+    """A session record; None while there is none.
+
+    Raises:
+        CorruptionError: the file is not a session record.
+    """
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        raw = json.loads(text)
+    except ValueError as error:
+        raise CorruptionError(f"{path}: not JSON ({error}); it can be removed while nothing captures") from None
+    if not isinstance(raw, dict):
+        raise CorruptionError(f"{path}: expected an object; it can be removed while nothing captures")
+    return SessionRecord.from_json(raw, str(path))
+
+
+def read_sessions(directory: Path) -> list[SessionRecord]:
+    """The latest session of each writer, ordered by writer."""
+    records = (read_session(path) for path in sorted(directory.glob("session-*.json")))
+    return [record for record in records if record is not None]

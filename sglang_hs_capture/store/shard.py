@@ -1,0 +1,252 @@
+"""One shard: its layout as a safetensors file, appending to it, and finishing it."""
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from sglang_hs_capture.errors import CorruptionError
+from sglang_hs_capture.store import fs
+from sglang_hs_capture.store.identity import SHARD_FOLDER
+from sglang_hs_capture.store.schema import FORMAT, SAFETENSORS_DTYPE, VERSION, DatasetInfo, RowsRecord, ShardRecord
+
+PAGE = 4096
+TOKEN_DTYPE = np.dtype([("input_id", "<i8"), ("position", "<i8"), ("prefix_hash", "<u8")])
+TOKEN_TENSORS = {"input_ids": "input_id", "positions": "position", "prefix_hash": "prefix_hash"}
+_CHUNK_ROWS = 1 << 16
+
+
+@dataclass(frozen=True)
+class ShardPaths:
+    """The three names that a shard has in the course of its life."""
+
+    finished: Path
+    partial: Path
+    tokens: Path
+
+    @classmethod
+    def of(cls, directory: Path, writer: str, shard: int) -> "ShardPaths":
+        """The names of shard number ``shard`` of a writer."""
+        stem = directory / SHARD_FOLDER / f"{writer}-{shard:06d}"
+        return cls(stem.with_suffix(".safetensors"), stem.with_suffix(".partial"), stem.with_suffix(".rows"))
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One entry of a safetensors header: ``begin`` and ``end`` count bytes from ``data_offset``."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Where everything lies in a shard; ``data_offset`` is where the first row's first byte is in the file."""
+
+    info: DatasetInfo
+    writer: str
+    record: ShardRecord
+
+    @classmethod
+    def plan(cls, info: DatasetInfo, writer: str, shard: int, columns: tuple[str, ...], max_rows: int) -> "ShardLayout":
+        """Lay out a new shard of at most ``max_rows`` rows."""
+        draft = cls(info, writer, ShardRecord(shard, 0, columns))
+        needed = 8 + len(draft._header_json(max_rows))
+        return cls(info, writer, ShardRecord(shard, -(-needed // PAGE) * PAGE, columns))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row's states."""
+        return len(self.record.columns) * self.info.column_bytes
+
+    def data_end(self, rows: int) -> int:
+        """Where the states of ``rows`` rows end in the file."""
+        return self.record.data_offset + rows * self.row_bytes
+
+    def tensors(self, rows: int) -> dict[str, Tensor]:
+        """The tensors of a finished shard, in file order; ``_pad`` is there only where alignment to 8 asks for it."""
+        shape = (rows, len(self.record.columns), self.info.hidden_size)
+        end = rows * self.row_bytes
+        tensors = {"hidden_states": Tensor(SAFETENSORS_DTYPE[self.info.dtype], shape, 0, end)}
+        if end % 8:
+            tensors["_pad"] = Tensor("U8", (-end % 8,), end, end - end % 8 + 8)
+            end = tensors["_pad"].end
+        for name in TOKEN_TENSORS:
+            tensors[name] = Tensor("I64", (rows,), end, end + 8 * rows)
+            end += 8 * rows
+        return tensors
+
+    def file_size(self, rows: int) -> int:
+        """Bytes of the finished shard."""
+        return self.record.data_offset + self.tensors(rows)["prefix_hash"].end
+
+    def _header_json(self, rows: int) -> bytes:
+        metadata = {
+            "format": FORMAT,
+            "version": str(VERSION),
+            "writer": self.writer,
+            "shard": str(self.record.shard),
+            "columns": json.dumps(self.record.columns),
+            "dataset": json.dumps(self.info.to_json()),
+        }
+        header: dict[str, object] = {"__metadata__": metadata}
+        for name, tensor in self.tensors(rows).items():
+            header[name] = {
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "data_offsets": [tensor.begin, tensor.end],
+            }
+        return json.dumps(header, separators=(",", ":")).encode("ascii")
+
+    def header(self, rows: int) -> bytes:
+        """The first ``data_offset`` bytes of a finished shard: length, JSON, and spaces up to the first row.
+
+        Raises:
+            CorruptionError: the reserved room is too small, since ``dataset.json`` grew after the shard was begun.
+        """
+        text = self._header_json(rows)
+        room = self.record.data_offset - 8
+        if len(text) > room:
+            raise CorruptionError(
+                f"shard {self.record.shard} of {self.writer}: the header needs {len(text)} bytes, {room} are reserved; "
+                "dataset.json was changed since: restore it"
+            )
+        return struct.pack("<Q", room) + text.ljust(room)
+
+
+def pack_tokens(
+    input_ids: NDArray[np.int64], positions: NDArray[np.int64], prefix_hash: NDArray[np.uint64]
+) -> NDArray[np.void]:
+    """Put three arrays [n] into records, as in a token file.
+
+    Returns:
+        ``TOKEN_DTYPE`` [n].
+
+    Raises:
+        ValueError: they are not of one length.
+    """
+    if not len(input_ids) == len(positions) == len(prefix_hash):
+        raise ValueError(
+            f"expected an id, a position and a hash for each row; got {len(input_ids)}, {len(positions)} and "
+            f"{len(prefix_hash)}"
+        )
+    tokens = np.empty(len(input_ids), TOKEN_DTYPE)
+    tokens["input_id"], tokens["position"], tokens["prefix_hash"] = input_ids, positions, prefix_hash
+    return tokens
+
+
+class PartialShard:
+    """The shard being written: states in ``.partial``, tokens in ``.rows``. Failures come as ``OSError``."""
+
+    def __init__(self, directory: Path, layout: ShardLayout) -> None:
+        """Create both files, durably in name."""
+        self.layout = layout
+        self.paths = ShardPaths.of(directory, layout.writer, layout.record.shard)
+        self.rows = 0
+        self._synced = 0
+        self._hasher = xxhash.xxh3_64()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        self._data = fs.open_file(self.paths.partial, flags)
+        try:
+            self._tokens = fs.open_file(self.paths.tokens, flags)
+            try:
+                fs.fsync_dir(self.paths.partial.parent)
+            except BaseException:
+                os.close(self._tokens)
+                raise
+        except BaseException:
+            os.close(self._data)
+            raise
+
+    def append(self, states: memoryview, tokens: NDArray[np.void]) -> None:
+        """Write rows behind those that are there; they count only when all is written.
+
+        Args:
+            states: uint8 [n * row_bytes].
+            tokens: ``TOKEN_DTYPE`` [n].
+        """
+        fs.pwrite_all(self._data, states, self.layout.data_end(self.rows))
+        fs.pwrite_all(self._tokens, tokens.view(np.uint8).data, self.rows * TOKEN_DTYPE.itemsize)
+        # ``update`` lets go of the GIL for large buffers in every xxhash release; the one-shot functions do not.
+        self._hasher.update(states)
+        self.rows += len(tokens)
+
+    def sync(self) -> RowsRecord | None:
+        """Make all rows durable; the record that says so, or None if there is nothing new."""
+        if self.rows == self._synced:
+            return None
+        fs.fsync(self._data)
+        fs.fsync(self._tokens)
+        record = RowsRecord(self.layout.record.shard, self._synced, self.rows - self._synced, self._hasher.intdigest())
+        self._synced = self.rows
+        self._hasher.reset()
+        return record
+
+    def close(self) -> None:
+        """Close both files, as they are."""
+        os.close(self._data)
+        os.close(self._tokens)
+
+
+def finish(directory: Path, layout: ShardLayout, rows: int) -> None:
+    """Turn a partial shard into a finished one, durably, and keep its token file.
+
+    Whatever lies behind the first ``rows`` rows is cut, so the call can be made again after it was interrupted.
+
+    Raises:
+        CorruptionError: fewer than ``rows`` rows are there.
+        OSError: the disk failed; the rows are still in the partial shard.
+    """
+    paths = ShardPaths.of(directory, layout.writer, layout.record.shard)
+    end = layout.data_end(rows)
+    data = fs.open_file(paths.partial, os.O_RDWR)
+    try:
+        if os.fstat(data).st_size < end:
+            raise CorruptionError(
+                f"{paths.partial}: the journal has {rows} durable rows, {end} bytes with the header, "
+                f"and the file has {os.fstat(data).st_size}; restore it from a copy, or capture anew"
+            )
+        fs.truncate(data, end)
+        tensors = layout.tensors(rows)
+        if "_pad" in tensors:
+            fs.pwrite_all(data, bytes(tensors["_pad"].shape[0]), end)
+        for start, tokens in read_token_chunks(paths.tokens, rows):
+            for name, field in TOKEN_TENSORS.items():
+                column = np.ascontiguousarray(tokens[field])
+                offset = layout.record.data_offset + tensors[name].begin + 8 * start
+                fs.pwrite_all(data, column.view(np.uint8).data, offset)
+        fs.pwrite_all(data, layout.header(rows), 0)
+        fs.fsync(data)
+    finally:
+        os.close(data)
+    fs.rename(paths.partial, paths.finished)
+
+
+def read_token_chunks(path: Path, rows: int) -> Iterator[tuple[int, NDArray[np.void]]]:
+    """The first ``rows`` records of a token file, in pieces: the first row's number and ``TOKEN_DTYPE`` [n].
+
+    Raises:
+        CorruptionError: the file is shorter.
+    """
+    fd = fs.open_file(path, os.O_RDONLY)
+    try:
+        for start in range(0, rows, _CHUNK_ROWS):
+            tokens = np.empty(min(_CHUNK_ROWS, rows - start), TOKEN_DTYPE)
+            try:
+                fs.pread_all(fd, tokens.view(np.uint8).data, start * TOKEN_DTYPE.itemsize)
+            except EOFError as error:
+                raise CorruptionError(
+                    f"{path}: {error}; the journal has {rows} durable rows of {TOKEN_DTYPE.itemsize} bytes: "
+                    "restore it from a copy, or capture anew"
+                ) from None
+            yield start, tokens
+    finally:
+        os.close(fd)
