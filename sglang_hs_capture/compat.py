@@ -108,13 +108,13 @@ def engine_settings() -> EngineSettings:
     Raises:
         EngineError: an expected setting does not exist in this SGLang.
     """
-    from sglang.srt.configs.model_config import AttentionArch, ModelConfig  # noqa: PLC0415
-    from sglang.srt.model_executor.cuda_graph_config import (  # noqa: PLC0415
+    from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+    from sglang.srt.model_executor.cuda_graph_config import (
         Backend,
         Phase,
         check_cuda_graph_backend,
     )
-    from sglang.srt.runtime_context import get_server_args  # noqa: PLC0415
+    from sglang.srt.runtime_context import get_server_args
 
     args = get_server_args()
     model_config = ModelConfig.from_server_args(args)
@@ -158,7 +158,7 @@ class Ranks:
 
 def ranks() -> Ranks:
     """Read this process's ranks; call it where a model is built."""
-    from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415
+    from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
     return Ranks(
@@ -211,7 +211,7 @@ def prefill_batch(forward_batch: Any) -> PrefillBatch | None:
 
 def req_to_token() -> torch.Tensor:
     """The table ``[max_requests, max_context]`` of KV slots; valid inside a forward."""
-    from sglang.srt.model_executor.forward_context import get_req_to_token_pool  # noqa: PLC0415
+    from sglang.srt.model_executor.forward_context import get_req_to_token_pool
 
     table: torch.Tensor = get_req_to_token_pool().req_to_token
     return table
@@ -223,11 +223,13 @@ def registered_class(architectures: Sequence[str]) -> type:
     Raises:
         GuardError: SGLang knows none of them.
     """
-    from sglang.srt.models.registry import ModelRegistry  # noqa: PLC0415
+    from sglang.srt.models.registry import ModelRegistry
 
     try:
         model_class, _ = ModelRegistry.resolve_model_cls(list(architectures))
     except ValueError as error:
-        raise GuardError(f"SGLang {sglang_version()} does not know the architectures {list(architectures)}: {error}") from None
+        raise GuardError(
+            f"SGLang {sglang_version()} does not know the architectures {list(architectures)}: {error}"
+        ) from None
     found: type = model_class
     return found

@@ -1,4 +1,4 @@
-"""Capture settings: what crosses from the launching process to the model, as the ``hs_capture`` object of its config."""
+"""Capture settings: what crosses from the launching process to the model, as its config's ``hs_capture`` object."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -56,11 +56,13 @@ class CaptureConfig(BaseModel):
             ConfigError: naming each field that is missing, unknown or wrong.
         """
         if not isinstance(raw, Mapping):
-            raise ConfigError(f"{CONFIG_KEY}: expected an object such as {{\"output_dir\": \"/data/states\"}}; got {raw!r}")
+            raise ConfigError(f'{CONFIG_KEY}: expected an object such as {{"output_dir": "/data/states"}}; got {raw!r}')
         try:
             return cls.model_validate(dict(raw))
         except ValidationError as error:
-            parts = [f"{CONFIG_KEY}.{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors()]
+            parts = [
+                f"{CONFIG_KEY}.{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors()
+            ]
             raise ConfigError("; ".join(parts)) from None
 
     def to_mapping(self) -> dict[str, Any]:

@@ -75,15 +75,17 @@ def resolve_boundaries(layers: str | Sequence[int], num_layers: int) -> tuple[in
         presets = {"eagle3": (3, middle + 1, num_layers - 2), "sglang": (2, middle, num_layers - 3)}
         if layers not in presets:
             raise ConfigError(f"layers: expected one of {', '.join(PRESETS)} or a list of boundaries; got {layers!r}")
-        boundaries, origin = presets[layers], f"the preset {layers!r}"
+        boundaries: tuple[int, ...] = presets[layers]
+        origin = f"the preset {layers!r}"
     else:
-        boundaries, origin = tuple(layers), "the list"
+        boundaries = tuple(layers)
+        origin = "the list"
     problem = _problem(boundaries, num_layers)
     if problem:
         raise ConfigError(
-            f"layers: {origin} gives the boundaries {list(boundaries)} for a model of {num_layers} layers, but {problem}; "
-            f"name boundaries in ascending order, each from 0 to {num_layers - 1} (the final layer's output is captured "
-            "besides)"
+            f"layers: {origin} gives the boundaries {list(boundaries)} for a model of {num_layers} layers, but "
+            f"{problem}; name boundaries in ascending order, each from 0 to {num_layers - 1} (the final layer's output "
+            "is captured besides)"
         )
     return boundaries
 
@@ -114,7 +116,9 @@ def output_of_layer_ids(boundaries: Sequence[int]) -> list[int]:
         ConfigError: boundary 0, the embeddings, is the output of no layer.
     """
     if 0 in boundaries:
-        raise ConfigError("boundary 0 holds the embeddings, which are the output of no layer: this convention cannot name it")
+        raise ConfigError(
+            "boundary 0 holds the embeddings, which are the output of no layer: this convention cannot name it"
+        )
     return [b - 1 for b in boundaries]
 
 

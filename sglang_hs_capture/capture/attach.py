@@ -32,8 +32,8 @@ def attach(model: Any, decoder: Any, config: Any) -> Capture | None:
         What to wrap each forward in; None when the config has no ``hs_capture``, so that nothing is captured.
 
     Raises:
-        HsCaptureError: a setting is wrong, or the engine runs in a mode in which states would be wrong. The session record
-            says the same before, for a driver in another process.
+        HsCaptureError: a setting is wrong, or the engine runs in a mode in which states would be wrong. The session
+            record says the same before, for a driver in another process.
     """
     raw = getattr(config, CONFIG_KEY, None)
     if raw is None:
@@ -107,7 +107,9 @@ def _attach(
     reporter.ready()
     # A killed process loses nothing that was acknowledged; one that ends in order also finishes its shard.
     atexit.register(capture.close)
-    logger.info("hs_capture: capturing %s of requests %r* into %s", info.columns, capture_config.rid_prefix, reporter.writer)
+    logger.info(
+        "hs_capture: capturing %s of requests %r* into %s", info.columns, capture_config.rid_prefix, reporter.writer
+    )
     return capture
 
 
@@ -115,7 +117,7 @@ def _model_config(model_path: str) -> ModelConfig:
     """Read the config.json of a model directory, or of a hub model where SGLang has downloaded it."""
     if Path(model_path).is_dir():
         return load_model_config(model_path)
-    from transformers.utils import cached_file  # noqa: PLC0415 - only hub models need it
+    from transformers.utils import cached_file
 
     found = cached_file(model_path, "config.json", local_files_only=True)
     if found is None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -74,8 +75,8 @@ class Tallies:
 class Committer:
     """Stores batches on a thread of its own.
 
-    After an error nothing more is stored and the ring is closed, but the thread keeps emptying its queue, so that the server
-    lives on; ``on_error`` is called once with the error.
+    After an error nothing more is stored and the ring is closed, but the thread keeps emptying its queue, so that the
+    server lives on; ``on_error`` is called once with the error.
     """
 
     def __init__(
@@ -139,9 +140,9 @@ class Committer:
                 self._guarded(self._store.close)
                 return
             if isinstance(item, BatchHeader):
-                self._guarded(lambda header=item: self._begin(header))
+                self._guarded(partial(self._begin, item))
             else:
-                self._guarded(lambda piece=item: self._take(piece))
+                self._guarded(partial(self._take, item))
                 # A slot is given back also after an error: a forward may be waiting for it.
                 self._ring.release(item.slot)
             if self._dirty_since is not None and time.monotonic() - self._dirty_since >= self._interval:
@@ -152,7 +153,7 @@ class Committer:
             return None if self._idle_reported else _IDLE_S
         return max(0.0, self._interval - (time.monotonic() - self._dirty_since))
 
-    def _guarded(self, step: Callable[[], None]) -> None:
+    def _guarded(self, step: Callable[[], object]) -> None:
         if self._failed:
             self._dirty_since, self._idle_reported = None, True
             return
@@ -187,7 +188,7 @@ class Committer:
 
     def _take(self, piece: Piece) -> None:
         piece.wait()
-        data = memoryview(self._ring.rows(piece.slot, piece.count).numpy())
+        data = memoryview(self._ring.rows(piece.slot, piece.count).numpy().data)
         row_bytes = len(data) // piece.count
         end = piece.start + piece.count
         for request in self._open:
@@ -249,5 +250,8 @@ def _unusable(absmax: np.ndarray, first_position: int) -> tuple[str, str] | None
     for reason, bad in (("non_finite", ~np.isfinite(absmax)), ("zero_row", absmax == 0)):
         if bad.any():
             row, column = np.argwhere(bad)[0]
-            return reason, f"state {column} at position {first_position + row}, and {int(bad.any(axis=1).sum()) - 1} more rows"
+            return (
+                reason,
+                f"state {column} at position {first_position + row}, and {int(bad.any(axis=1).sum()) - 1} more rows",
+            )
     return None

@@ -20,12 +20,12 @@ def _rules(s: EngineSettings) -> list[tuple[bool, str]]:
         (
             not s.is_mla,
             "SGLang does not recognise this model as multi-head latent attention, so it would compute other states: "
-            "config.json must name the original architecture too, after the capture class (hs-capture prepare writes it so)",
+            "config.json must name the original architecture too, after the capture class (hs-capture prepare does)",
         ),
         (
             s.prefill_cuda_graph,
-            "the prefill CUDA graph is on: it replays without running the model's forward, and nothing would be captured; "
-            "add --disable-prefill-cuda-graph",
+            "the prefill CUDA graph is on: it replays without running the model's forward, and nothing would be "
+            "captured; add --disable-prefill-cuda-graph",
         ),
         (s.radix_cache, "the radix cache is on: rows of cached prefixes would be missing; add --disable-radix-cache"),
         (s.mixed_chunk, "decode tokens would be mixed into prefill batches; remove --enable-mixed-chunk"),
@@ -38,7 +38,10 @@ def _rules(s: EngineSettings) -> list[tuple[bool, str]]:
             s.speculative,
             "speculative decoding is on: capture states from the target model alone; remove --speculative-algorithm",
         ),
-        (s.lora, "LoRA adapters would change the states from request to request; remove --enable-lora and --lora-paths"),
+        (
+            s.lora,
+            "LoRA adapters would change the states from request to request; remove --enable-lora and --lora-paths",
+        ),
         (s.pd_multiplexing, "prefill/decode multiplexing splits a forward by layers; remove --enable-pdmux"),
         (s.disaggregation, "prefill/decode disaggregation is on; set --disaggregation-mode null"),
         (
@@ -48,7 +51,7 @@ def _rules(s: EngineSettings) -> list[tuple[bool, str]]:
         (s.pp_size > 1, f"pipeline parallelism is not supported yet; set --pp-size to 1 (it is {s.pp_size})"),
         (
             s.dp_size > 1,
-            f"data parallelism is not supported yet; set the data-parallel sizes to 1 (they make {s.dp_size}), or start one "
-            "server for each replica with a dataset of its own",
+            f"data parallelism is not supported yet; set its sizes to 1 (they make {s.dp_size}), or start "
+            "one server for each replica with a dataset of its own",
         ),
     ]

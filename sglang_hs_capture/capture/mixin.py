@@ -15,12 +15,12 @@ class CapturingMixin:
     hs_capture: Capture | None
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         self.hs_capture = attach(self, self._decoder(), config)
 
     def _decoder(self) -> Any:
         """The ``DeepseekV2Model`` whose layers are tapped; a vision wrapper keeps it one level further in."""
-        inner = getattr(self, "language_model", self)
+        inner: Any = getattr(self, "language_model", self)
         return inner.model
 
     def _captured(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

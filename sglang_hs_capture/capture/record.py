@@ -98,7 +98,7 @@ class SessionReporter:
         """Write the final norm's weight and epsilon beside the dataset, or check that they are those of the dataset.
 
         Raises:
-            DatasetMismatchError: the dataset holds another norm: the model's weights differ, though its config does not.
+            DatasetMismatchError: the dataset holds another norm: the weights differ, though the config does not.
         """
         path = self._directory / FINAL_NORM_FILE
         weight = norm.weight.detach().to("cpu").contiguous()
@@ -113,14 +113,14 @@ class SessionReporter:
 
 
 def _check_norm(path: Path, weight: torch.Tensor, eps: float) -> None:
-    from safetensors import safe_open  # noqa: PLC0415
+    from safetensors import safe_open
 
     with safe_open(path, framework="pt") as stored:
         old, old_eps = stored.get_tensor("weight"), json.loads(stored.metadata()["eps"])
     if old.shape != weight.shape or not torch.equal(old.float(), weight.float()) or old_eps != eps:
         raise DatasetMismatchError(
-            f"{path}: the final norm there is not this model's, though its config is the same: the weights are of another "
-            "model; choose another --output"
+            f"{path}: the final norm there is not this model's, though its config is the same: the weights are of "
+            "another model; choose another --output"
         )
 
 

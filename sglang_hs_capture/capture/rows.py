@@ -81,7 +81,9 @@ class HostMetadata:
     """
 
     def __init__(self, packed: np.ndarray, plan: RowPlan, n_rows: int, n_requests: int) -> None:
-        self.input_ids, self.slots, self.prompt_lens, rest = np.split(packed, [n_rows, 2 * n_rows, 2 * n_rows + n_requests])
+        self.input_ids, self.slots, self.prompt_lens, rest = np.split(
+            packed, [n_rows, 2 * n_rows, 2 * n_rows + n_requests]
+        )
         self._prefix_slots: dict[int, np.ndarray] = {}
         offset = 0
         for request in plan.requests:

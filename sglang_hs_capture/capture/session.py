@@ -33,7 +33,7 @@ TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32":
 def _pack_for(device: torch.device) -> Callable[..., None]:
     if device.type != "cuda":
         return reference.pack_state
-    from sglang_hs_capture.kernels import pack  # noqa: PLC0415 - Triton needs a GPU, or its interpreter
+    from sglang_hs_capture.kernels import pack
 
     return pack.pack_state
 
@@ -178,8 +178,8 @@ class WritingCapture(Capture):
             if len(current.seen) != len(self._columns):
                 missing = [c.name for number, c in enumerate(self._columns) if number not in current.seen]
                 raise HsCaptureError(
-                    f"expected {len(self._columns)} states of a prefill forward, {', '.join(missing)} did not come: this "
-                    "SGLang or one of its modes does not run the layers as the plugin knows them"
+                    f"expected {len(self._columns)} states of a prefill forward, {', '.join(missing)} did not come: "
+                    "this SGLang or one of its modes does not run the layers as the plugin knows them"
                 )
             (metadata, absmax), wait = self._staging.to_host([current.metadata, current.staged.absmax])
             self._committer.put(BatchHeader(*current.header_parts, metadata, absmax, wait))
@@ -217,4 +217,3 @@ class WritingCapture(Capture):
         """Store what is under way and finish the shard."""
         self._committer.stop(timeout_s)
         self._reporter.closed()
-

@@ -23,10 +23,10 @@ class Prefix:
 class SlotTable:
     """For every KV slot the stored row that was computed into it: place, token, position and prefix hash.
 
-    A slot may have been rewritten since by a forward that captured nothing (decode, a request that is not captured). Such
-    an entry does no harm: a row is taken only as part of a chain in which every row's position is its place in the prompt
-    and every row's hash is the chained hash of the row's own token and those before it. What such a chain ends in is the hash of exactly the
-    tokens it was computed from, which is compared with the prompt's.
+    A slot may have been rewritten since by a forward that captured nothing (decode, a request that is not captured).
+    Such an entry does no harm: a row is taken only as part of a chain in which every row's position is its place in the
+    prompt and every row's hash is the chained hash of the row's own token and those before it. Such a chain ends in the
+    hash of exactly the tokens it was computed from, which is compared with the prompt's.
 
     Takes 32 bytes a slot, and grows to the highest slot seen.
     """

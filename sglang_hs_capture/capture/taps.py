@@ -19,8 +19,8 @@ Sink = Callable[[int, torch.Tensor], None]
 class Collector:
     """Takes one boundary's state from SGLang's layer code and passes it on at once; it never keeps a tensor.
 
-    SGLang 0.5.21 and newer call ``capture``, 0.5.17 to 0.5.20 ``append``. What comes is borrowed: the layer changes it in place
-    afterwards, so the sink must have launched its work on it before returning.
+    SGLang 0.5.21 and newer call ``capture``, 0.5.17 to 0.5.20 ``append``. What comes is borrowed: the layer changes it
+    in place afterwards, so the sink must have launched its work on it before returning.
     """
 
     # Read by 0.5.17 to 0.5.20: no clone is needed before ``append``.
@@ -80,8 +80,8 @@ class Taps:
                 return None
             if kwargs.get("captured_last_layer_outputs") is not None:
                 raise GuardError(
-                    f"layer {boundary} already captures its input for SGLang's own use (speculative decoding or returned "
-                    "hidden states); start the server without these"
+                    f"layer {boundary} already captures its input for SGLang's own use (speculative decoding or "
+                    "returned hidden states); start the server without these"
                 )
             return args, {**kwargs, "captured_last_layer_outputs": Collector(self._sink, number)}
 

@@ -71,10 +71,14 @@ def pack_state(
         ValueError: shapes, strides or dtypes do not fit the contract.
     """
     n_rows, n_columns, hidden = out.shape
-    if state.ndim != 2 or state.shape[1] != hidden or state.stride(1) != 1:  # noqa: PLR2004
-        raise ValueError(f"state: expected [N, {hidden}] with contiguous rows, got {tuple(state.shape)} strides {state.stride()}")
+    if state.ndim != 2 or state.shape[1] != hidden or state.stride(1) != 1:
+        raise ValueError(
+            f"state: expected [N, {hidden}] with contiguous rows, got {tuple(state.shape)} strides {state.stride()}"
+        )
     if not out[0:1].is_contiguous() or not 0 <= column < n_columns:
-        raise ValueError(f"out: expected rows [C, H] contiguous and column in [0, {n_columns}), got {out.stride()}, {column}")
+        raise ValueError(
+            f"out: expected rows [C, H] contiguous and column in [0, {n_columns}), got {out.stride()}, {column}"
+        )
     if rows is None and state.shape[0] < n_rows:
         raise ValueError(f"state: expected at least {n_rows} rows, got {state.shape[0]}")
     if rows is not None and (rows.shape != (n_rows,) or rows.dtype != torch.int64):

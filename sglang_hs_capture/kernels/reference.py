@@ -12,9 +12,9 @@ def pack_state(
         state: ``[N, H]`` floating point, the state of every row of the forward; rows may be strided.
         rows: int64 ``[T]``, which rows to keep, in order; None keeps the first ``T``.
         out: ``[T, C, H]`` in the store's dtype; ``out[:, column]`` is written, nothing else is touched.
-        absmax: float32 ``[T, C]``; ``absmax[:, column]`` becomes each row's largest absolute value *as stored*, infinity
-            where a value is NaN or infinite. It is how a row that must not be trained on is noticed without reading the
-            rows again.
+        absmax: float32 ``[T, C]``; ``absmax[:, column]`` becomes each row's largest absolute value *as stored*,
+            infinity where a value is NaN or infinite. It is how a row that must not be trained on is noticed without
+            reading the rows again.
         column: which of the ``C`` columns.
 
     Raises:

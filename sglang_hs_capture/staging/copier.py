@@ -38,7 +38,14 @@ class Staging:
     """
 
     def __init__(
-        self, device: torch.device, rows: int, n_columns: int, hidden: int, dtype: torch.dtype, ring: HostRing, buffers: int = 2
+        self,
+        device: torch.device,
+        rows: int,
+        n_columns: int,
+        hidden: int,
+        dtype: torch.dtype,
+        ring: HostRing,
+        buffers: int = 2,
     ) -> None:
         """Allocate ``buffers`` buffers of ``rows`` rows each on ``device``."""
         self._device, self._ring = device, ring

@@ -21,8 +21,8 @@ class RingClosedError(HsCaptureError):
 class HostRing:
     """Equal slots of rows in one host allocation, pinned for a CUDA device.
 
-    The arena is one anonymous mapping registered with the driver: a pinned allocation through the caching allocator would
-    be rounded up to the next power of two. A slot is owned by whoever acquired it until it is released.
+    The arena is one anonymous mapping registered with the driver: a pinned allocation through the caching allocator
+    would be rounded up to the next power of two. A slot is owned by whoever acquired it until it is released.
 
     Attributes:
         slot_rows: rows that fit one slot.
@@ -41,7 +41,8 @@ class HostRing:
         self.slot_rows = slot_bytes // row_bytes
         if self.slot_rows == 0:
             raise ConfigError(
-                f"ring_bytes: expected room for at least {_MIN_SLOTS} rows of {row_bytes} bytes, got {total_bytes}; raise it"
+                f"ring_bytes: expected room for at least {_MIN_SLOTS} rows of {row_bytes} bytes, got {total_bytes}; "
+                "raise it"
             )
         self._row_bytes = row_bytes
         self._stride = -(-self.slot_rows * row_bytes // _PAGE) * _PAGE
@@ -53,8 +54,8 @@ class HostRing:
             result = torch.cuda.cudart().cudaHostRegister(self._arena.data_ptr(), self.nbytes, 0)
             if int(result) != 0:
                 raise ConfigError(
-                    f"ring_bytes: the driver could not pin {self.nbytes} bytes of host memory (error {int(result)}); lower "
-                    "ring_bytes, or raise the limit on locked memory (ulimit -l)"
+                    f"ring_bytes: the driver could not pin {self.nbytes} bytes of host memory (error {int(result)}); "
+                    "lower ring_bytes, or raise the limit on locked memory (ulimit -l)"
                 )
         self.blocked_s = 0.0
         self._free = deque(range(self.n_slots))

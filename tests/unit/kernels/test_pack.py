@@ -23,14 +23,18 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def make_state(n: int, hidden: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Values over many magnitudes, with halfway cases of bf16 rounding, zeros of both signs and subnormals."""
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(n, hidden, generator=generator) * 10.0 ** torch.randint(-6, 4, (n, hidden), generator=generator)
+    values = torch.randn(n, hidden, generator=generator) * 10.0 ** torch.randint(
+        -6, 4, (n, hidden), generator=generator
+    )
     flat = values.view(-1)
     special = torch.tensor([0.0, -0.0, 1.00390625, 1.01171875, -1.00390625, 6.0e-8, 1e-30, 65504.0, -3.0])
     flat[: min(len(special), flat.numel())] = special[: flat.numel()]
     return values.to(dtype).to(DEVICE)
 
 
-def run_both(state: torch.Tensor, rows: torch.Tensor | None, n_rows: int, dtype: torch.dtype, column: int, columns: int):
+def run_both(
+    state: torch.Tensor, rows: torch.Tensor | None, n_rows: int, dtype: torch.dtype, column: int, columns: int
+):
     outs, maxima = [], []
     for implementation in (pack.pack_state, reference.pack_state):
         out = torch.full((n_rows, columns, state.shape[1]), SENTINEL, dtype=dtype, device=DEVICE)
