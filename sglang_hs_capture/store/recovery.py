@@ -4,9 +4,7 @@ Every step can be interrupted and done again. Nothing here trusts a file's size:
 durable because a journal line says so, and the line was written after they were.
 """
 
-import json
 import re
-import struct
 from pathlib import Path
 
 from sglang_hs_capture.errors import CorruptionError
@@ -17,8 +15,7 @@ from sglang_hs_capture.store.lock import FileLock
 from sglang_hs_capture.store.replay import ShardState, journal_path, journal_writers, replay_journal
 from sglang_hs_capture.store.schema import DatasetInfo
 from sglang_hs_capture.store.shard import ShardLayout, ShardPaths, finish
-
-_MAX_HEADER = 100_000_000
+from sglang_hs_capture.store.shard_reader import finished_rows
 
 
 def lock_path(directory: Path, writer: str) -> Path:
@@ -78,7 +75,9 @@ def _settle(directory: Path, layout: ShardLayout, state: ShardState, journal: Jo
         finish(directory, layout, state.rows)
     elif not state.finished:
         # It was renamed after its content was durable, but the new name may not be durable yet.
-        check_header(paths.finished, layout, state.rows)
+        rows = finished_rows(paths.finished, layout)
+        if rows != state.rows:
+            raise CorruptionError(f"{paths.finished}: the journal has {state.rows} durable rows; the shard has {rows}")
         fs.fsync_dir(paths.finished.parent)
     if not state.finished:
         journal.append(finished_record(layout.record.shard, state.rows))
@@ -88,27 +87,6 @@ def _settle(directory: Path, layout: ShardLayout, state: ShardState, journal: Jo
 def finished_record(shard: int, rows: int) -> dict[str, object]:
     """The journal record of a shard that has its final name."""
     return {"t": "finished", "shard": shard, "rows": rows}
-
-
-def check_header(path: Path, layout: ShardLayout, rows: int) -> None:
-    """Compare a finished shard's size and header with what they must be.
-
-    Raises:
-        CorruptionError: they differ.
-    """
-    size, expected = path.stat().st_size, layout.file_size(rows)
-    if size != expected:
-        raise CorruptionError(f"{path}: expected {expected} bytes for {rows} rows; the file has {size}")
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        try:
-            header = json.loads(file.read(min(length, _MAX_HEADER)))
-        except ValueError as error:
-            raise CorruptionError(f"{path}: the header is damaged ({error})") from None
-    for name, tensor in layout.tensors(rows).items():
-        entry = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [tensor.begin, tensor.end]}
-        if length != layout.record.data_offset - 8 or header.get(name) != entry:
-            raise CorruptionError(f"{path}: expected the tensor {name} as {entry}; the header has {header.get(name)}")
 
 
 def recover_dataset(directory: Path, *, lock_timeout_s: float = 10.0) -> None:

@@ -1,0 +1,156 @@
+"""A captured dataset as a PyTorch dataset: whole samples, read from the shards and checked against their tokens."""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from sglang_hs_capture.errors import CorruptionError, StoreError
+from sglang_hs_capture.store.hashing import prefix_hashes
+from sglang_hs_capture.store.index import SampleEntry, SamplePart, load_index
+from sglang_hs_capture.store.schema import DatasetInfo, ShardRecord, rle_decode
+from sglang_hs_capture.store.shard import ShardLayout
+from sglang_hs_capture.store.shard_reader import ShardReader
+
+NORM_FILE = "final_norm.safetensors"
+_TORCH_DTYPE = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# Rows pass through a buffer that stays in the processor's cache on their way to one tensor per column.
+_STAGING_BYTES = 1 << 20
+_OPEN_SHARDS = 64
+
+
+class HiddenStateDataset(Dataset[dict[str, Any]]):
+    """The samples of a dataset, also of one that is still being captured: those acknowledged when it was opened.
+
+    An item is a dictionary of
+
+    - ``id``: str;
+    - ``input_ids``: int64 [S];
+    - ``hidden_states``: a list with one contiguous tensor [S, H] for each of ``columns``, in the dtype stored;
+    - ``loss_mask``: int64 [S], all ones for a request sent by hand.
+
+    It can be pickled, and shared with data loader workers: shards are opened where they are read.
+    """
+
+    def __init__(self, path: str | Path, *, check: bool = True) -> None:
+        """Read the index of the dataset in the folder ``path``.
+
+        Args:
+            check: compute each sample's token hashes anew as it is read, and compare them with those stored at its rows
+                and in the journal.
+
+        Raises:
+            StoreError: there is no dataset.
+            CorruptionError: a journal is damaged.
+        """
+        index = load_index(Path(path))
+        self.path = Path(path)
+        self.check = check
+        self.info: DatasetInfo = index.info
+        self.samples: tuple[SampleEntry, ...] = index.samples
+        self._shards: dict[tuple[str, int], tuple[ShardRecord, int]] = {
+            (entry.writer, entry.shard): (entry.state.record, entry.state.rows) for entry in index.shards
+        }
+        self._shard = lru_cache(_OPEN_SHARDS)(self._open_shard)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of ``hidden_states``, in order, such as ``boundary:31`` and ``final:pre_norm``."""
+        return self.info.columns
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """The layer boundaries captured."""
+        return self.info.boundaries
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Read one sample.
+
+        Raises:
+            IndexError: there is no such sample.
+            CorruptionError: the bytes on disk are not those that were captured.
+        """
+        sample = self.samples[index]
+        dtype = _TORCH_DTYPE[self.info.dtype]
+        states = {name: torch.empty(sample.length, self.info.hidden_size, dtype=dtype) for name in self.columns}
+        wanted = set(self.columns)
+        input_ids = np.empty(0, np.int64)
+        for part in sample.parts:
+            input_ids = self._read_tokens(sample, part)
+            self._read_states(part, {name: states[name] for name in part.columns if name in wanted})
+            wanted -= set(part.columns)
+        mask = np.ones(sample.length, np.int64) if sample.loss_mask_rle is None else rle_decode(sample.loss_mask_rle)
+        return {
+            "id": sample.id,
+            "input_ids": torch.from_numpy(input_ids),
+            "hidden_states": list(states.values()),
+            "loss_mask": torch.from_numpy(mask),
+        }
+
+    def final_norm(self) -> tuple[Tensor, float]:
+        """The model's final norm: its weight [H] and its epsilon, by which a post-norm state can be computed.
+
+        Raises:
+            StoreError: the dataset has none.
+        """
+        path = self.path / NORM_FILE
+        if not path.is_file():
+            raise StoreError(f"{path}: the dataset was captured without the final norm's weight")
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor("weight"), float(file.metadata()["eps"])
+
+    def _open_shard(self, writer: str, shard: int) -> ShardReader:
+        record, rows = self._shards[writer, shard]
+        return ShardReader(self.path, ShardLayout(self.info, writer, record), rows)
+
+    def _read_tokens(self, sample: SampleEntry, part: SamplePart) -> NDArray[np.int64]:
+        """The input ids [S] of one part, checked if that was asked for."""
+        pieces = [
+            self._shard(part.writer, extent.shard).read_tokens(extent.start, extent.count) for extent in part.extents
+        ]
+        ids: NDArray[np.int64] = np.concatenate([piece[0] for piece in pieces])
+        positions = np.concatenate([piece[1] for piece in pieces])
+        hashes = np.concatenate([piece[2] for piece in pieces])
+        if self.check:
+            expected = prefix_hashes(ids, 0, 0)
+            wrong = np.flatnonzero((positions != np.arange(len(ids))) | (hashes != expected))
+            if len(wrong) or int(expected[-1]) != sample.end_hash:
+                place = f"from token {wrong[0]} on" if len(wrong) else "at its end"
+                raise CorruptionError(
+                    f"{self.path}: sample {sample.id!r} of {part.writer}: the stored tokens are not those of the "
+                    f"prompt, {place}; its rows are {part.extents}. Run hs-capture verify, and capture it anew"
+                )
+        return ids
+
+    def _read_states(self, part: SamplePart, columns: dict[str, Tensor]) -> None:
+        """Fill each of ``columns``, a tensor [S, H], from the rows of one part."""
+        width = len(part.columns)
+        row_bytes = width * self.info.column_bytes
+        rows = max(1, _STAGING_BYTES // row_bytes)
+        staging = torch.empty(rows, width, self.info.hidden_size, dtype=_TORCH_DTYPE[self.info.dtype])
+        memory = staging.view(torch.uint8).view(-1).numpy().data
+        done = 0
+        for extent in part.extents:
+            shard = self._shard(part.writer, extent.shard)
+            for start in range(extent.start, extent.start + extent.count, rows):
+                count = min(rows, extent.start + extent.count - start)
+                shard.read_states(start, count, memory[: count * row_bytes])
+                for name, column in columns.items():
+                    column[done : done + count] = staging[:count, part.columns.index(name)]
+                done += count
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_shard"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._shard = lru_cache(_OPEN_SHARDS)(self._open_shard)
