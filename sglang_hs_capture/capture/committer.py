@@ -13,7 +13,7 @@ import torch
 
 from sglang_hs_capture.capture.rows import HostMetadata, KeptRequest, RowPlan
 from sglang_hs_capture.capture.slots import Prefix, SlotTable
-from sglang_hs_capture.errors import HsCaptureError
+from sglang_hs_capture.errors import DiskFullError, HsCaptureError
 from sglang_hs_capture.staging.copier import Piece
 from sglang_hs_capture.staging.ring import HostRing
 from sglang_hs_capture.store.hashing import prefix_hashes
@@ -163,9 +163,18 @@ class Committer:
             self._failed = True
             self._dirty_since, self._idle_reported = None, True
             self._ring.close()
+            if isinstance(error, DiskFullError):
+                self._commit_what_fits()
             log = logger.error if isinstance(error, HsCaptureError) else logger.exception
             log("hs_capture: capture stopped, the server goes on: %s", error)
             self._on_error(error)
+
+    def _commit_what_fits(self) -> None:
+        # A full disk refuses new rows, not the records of rows that are on it already.
+        try:
+            self.tallies.samples += len(self._store.commit())
+        except HsCaptureError as error:
+            logger.error("hs_capture: the last samples could not be acknowledged and will be captured again: %s", error)
 
     def _begin(self, header: BatchHeader) -> None:
         header.wait()

@@ -8,7 +8,7 @@ _BLOCK = 2048
 
 
 @triton.jit
-def _cast(values, DTYPE: tl.constexpr):
+def _cast(values, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     if DTYPE == tl.bfloat16 and values.dtype != tl.bfloat16:
         # Round to nearest even in integers: the interpreter's own cast truncates, and so both give the same bits.
         wide = values.to(tl.float32)
@@ -22,7 +22,7 @@ def _cast(values, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _pack_kernel(
+def _pack_kernel(  # type: ignore[no-untyped-def]
     state_ptr,
     rows_ptr,
     out_ptr,

@@ -1,0 +1,224 @@
+"""The writing thread: chunks become samples, bad rows are never linked, and an error stops capture but not the queue."""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_hs_capture.capture.committer import BatchHeader, Committer
+from sglang_hs_capture.capture.rows import plan_rows
+from sglang_hs_capture.compat import PrefillBatch
+from sglang_hs_capture.errors import DiskFullError
+from sglang_hs_capture.staging.copier import Staging
+from sglang_hs_capture.staging.ring import HostRing
+from sglang_hs_capture.store.hashing import end_hash
+from sglang_hs_capture.store.index import load_index
+from sglang_hs_capture.store.schema import DatasetInfo
+from sglang_hs_capture.store.writer import StoreWriter
+
+HIDDEN, COLUMNS = 4, 2
+
+
+def make_info() -> DatasetInfo:
+    return DatasetInfo(
+        boundaries=(1,),
+        columns=("boundary:1", "final:pre_norm"),
+        num_layers=3,
+        hidden_size=HIDDEN,
+        dtype="float32",
+        model_path="m",
+        architecture="A",
+        config_hash="c",
+        final_norm_eps=1e-6,
+        created_at="2025-01-01T00:00:00Z",
+        sglang_version="0",
+    )
+
+
+class Engine:
+    """Feeds a committer as forwards would: each request's slots are given out once, states are functions of the prompt."""
+
+    def __init__(self, directory: Path, ring_bytes: int = 2**14, shard_bytes: int = 2**20) -> None:
+        self.errors: list[Exception] = []
+        self.ring = HostRing(ring_bytes, HIDDEN * COLUMNS * 4, pinned=False)
+        self.staging = Staging(torch.device("cpu"), 8, COLUMNS, HIDDEN, torch.float32, self.ring)
+        self.store = StoreWriter.open(
+            directory, "dp0-pp0", make_info(), session_id="s", shard_bytes=shard_bytes, min_free_bytes=0
+        )
+        self.committer = Committer(
+            self.store, self.ring, commit_interval_s=0.02, on_commit=lambda now: None, on_error=self.errors.append
+        )
+        self.committer.start()
+        self.slots: dict[str, list[int]] = {}
+        self.next_slot = 1
+
+    @staticmethod
+    def states(prompt: list[int]) -> torch.Tensor:
+        """``[S, C, H]``: something that depends on the token and on its place."""
+        ids = torch.tensor(prompt, dtype=torch.float32).view(-1, 1, 1)
+        place = torch.arange(1, len(prompt) + 1).view(-1, 1, 1)
+        return (ids + place / 1000) * torch.arange(1, COLUMNS * HIDDEN + 1).view(1, COLUMNS, HIDDEN)
+
+    def forward(self, parts: list[tuple[str, list[int], int, int]], spoil: dict[tuple[str, int], float] | None = None):
+        """Run one prefill forward of ``(rid, prompt, start, end)`` parts; ``spoil`` puts a value into a row."""
+        tokens, slots, rows = [], [], []
+        for rid, prompt, start, end in parts:
+            mine = self.slots.setdefault(rid, [])
+            fresh = list(range(self.next_slot, self.next_slot + end - start))
+            self.next_slot += end - start
+            mine[start:] = fresh
+            tokens += prompt[start:end]
+            slots += fresh
+            part = self.states(prompt)[start:end].clone()
+            for (who, position), value in (spoil or {}).items():
+                if who == rid and start <= position < end:
+                    part[position - start] = value
+            rows.append(part)
+        batch = PrefillBatch(
+            rids=[p[0] for p in parts],
+            prefix_lens=[p[2] for p in parts],
+            seq_lens=[p[3] - p[2] for p in parts],
+            input_ids=torch.tensor(tokens),
+            slots=torch.tensor(slots),
+            prompt_lens=torch.tensor([len(p[1]) for p in parts]),
+            req_pool_indices=torch.arange(len(parts)),
+        )
+        plan = plan_rows(batch, "hs-")
+        index = plan.row_index()
+        packed = torch.cat(rows)
+        packed = packed[: plan.n_rows] if index is None else packed[torch.from_numpy(index)]
+        prefixes = [self.slots[r.rid][: r.prefix_len] for r in plan.requests]
+        metadata = torch.tensor(tokens + slots + [len(p[1]) for p in parts] + sum(prefixes, []))
+        staged = self.staging.begin(plan.n_rows)
+        staged.states.copy_(packed)
+        absmax = packed.abs().amax(dim=2)
+        self.committer.put(BatchHeader(plan, len(tokens), len(parts), metadata, absmax, lambda: None))
+        for piece in self.staging.drain(staged):
+            self.committer.put(piece)
+
+    def finish(self) -> None:
+        self.committer.stop(30)
+
+
+def read_samples(directory: Path) -> dict[str, np.ndarray]:
+    index = load_index(directory)
+    out = {}
+    for sample in index.samples:
+        parts = []
+        for extent in sample.extents:
+            file = directory / "shards" / f"{sample.writer}-{extent.shard:06d}.safetensors"
+            from safetensors import safe_open
+
+            with safe_open(file, "pt") as shard:
+                parts.append(shard.get_slice("hidden_states")[extent.start : extent.start + extent.count])
+        out[sample.rid] = torch.cat(parts)
+    return out
+
+
+def journal(directory: Path) -> list[dict]:
+    return [json.loads(line) for line in (directory / "journal-dp0-pp0.jsonl").read_text().splitlines()]
+
+
+def test_chunks_and_mixed_batches_become_whole_samples(tmp_path):
+    engine = Engine(tmp_path, shard_bytes=2**10)
+    long, other, short = list(range(100, 150)), list(range(7, 20)), [3]
+    engine.forward([("hs-long", long, 0, 20), ("x", [1, 2, 3], 0, 3)])
+    engine.forward([("hs-long", long, 20, 37), ("hs-other", other, 0, 13)])
+    engine.forward([("x2", [4] * 5, 0, 5), ("hs-long", long, 37, 50), ("hs-short", short, 0, 1)])
+    engine.finish()
+    assert not engine.errors
+    samples = read_samples(tmp_path)
+    assert set(samples) == {"hs-long", "hs-other", "hs-short"}
+    for rid, prompt in (("hs-long", long), ("hs-other", other), ("hs-short", short)):
+        assert torch.equal(samples[rid], Engine.states(prompt))
+    ends = {r["rid"]: r["end_hash"] for r in journal(tmp_path) if r["t"] == "sample"}
+    assert ends["hs-long"] == f"{end_hash(long):016x}"
+
+
+def test_a_shared_prefix_is_stored_once_and_linked_from_both(tmp_path):
+    engine = Engine(tmp_path)
+    first, second = [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9, 9, 9]
+    engine.forward([("hs-first", first, 0, 6)])
+    engine.slots["hs-second"] = engine.slots["hs-first"][:4]
+    engine.forward([("hs-second", second, 4, 7)])
+    engine.finish()
+    samples = read_samples(tmp_path)
+    assert torch.equal(samples["hs-second"], Engine.states(second))
+    assert engine.store.rows == 9
+
+
+def test_a_prefix_never_captured_is_reported_not_guessed(tmp_path):
+    engine = Engine(tmp_path)
+    prompt = [1, 2, 3, 4, 5]
+    engine.slots["hs-a"] = [500, 501, 502]
+    engine.forward([("hs-a", prompt, 3, 5)])
+    engine.forward([("hs-b", prompt, 0, 5)])
+    engine.finish()
+    failures = [r for r in journal(tmp_path) if r["t"] == "failed"]
+    assert [(r["rid"], r["reason"]) for r in failures] == [("hs-a", "incomplete")]
+    assert engine.committer.tallies.incomplete == 1
+    assert set(read_samples(tmp_path)) == {"hs-b"}
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"), [(float("nan"), "non_finite"), (float("inf"), "non_finite"), (0.0, "zero_row")]
+)
+@pytest.mark.parametrize("position", [1, 6])
+def test_a_bad_row_in_any_chunk_fails_its_sample_alone(tmp_path, value, reason, position):
+    engine = Engine(tmp_path)
+    bad, good = list(range(50, 59)), list(range(60, 69))
+    for start, end in ((0, 4), (4, 9)):
+        engine.forward(
+            [("hs-bad", bad, start, end), ("hs-good", good, start, end)], spoil={("hs-bad", position): value}
+        )
+    engine.finish()
+    failures = [r for r in journal(tmp_path) if r["t"] == "failed"]
+    assert [(r["rid"], r["reason"]) for r in failures] == [("hs-bad", reason)]
+    assert f"position {position}" in failures[0]["detail"]
+    samples = read_samples(tmp_path)
+    assert set(samples) == {"hs-good"}
+    assert torch.equal(samples["hs-good"], Engine.states(good))
+
+
+def test_an_aborted_request_leaves_rows_and_no_sample(tmp_path):
+    engine = Engine(tmp_path)
+    engine.forward([("hs-gone", list(range(30)), 0, 10)])
+    engine.forward([("hs-b", [5, 6], 0, 2)])
+    engine.finish()
+    assert set(read_samples(tmp_path)) == {"hs-b"}
+
+
+def test_samples_are_acknowledged_without_a_stop(tmp_path):
+    engine = Engine(tmp_path)
+    engine.forward([("hs-b", [5, 6], 0, 2)])
+    deadline = time.monotonic() + 10
+    while not any(r["t"] == "sample" for r in journal(tmp_path)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    engine.finish()
+
+
+def test_a_full_disk_stops_capture_keeps_samples_and_wakes_the_forward(tmp_path, monkeypatch):
+    engine = Engine(tmp_path, ring_bytes=2**9)
+    engine.forward([("hs-kept", [5, 6, 7], 0, 3)])
+    entered, append = threading.Event(), engine.store.append
+
+    def full(*args):
+        entered.set()
+        raise DiskFullError("the disk is full")
+
+    time.sleep(0.2)
+    monkeypatch.setattr(engine.store, "append", full)
+    with pytest.raises(Exception, match="ring is closed"):
+        for _ in range(50):
+            engine.forward([("hs-lost", list(range(40)), 0, 40)])
+    assert entered.is_set()
+    assert len(engine.errors) == 1
+    assert isinstance(engine.errors[0], DiskFullError)
+    monkeypatch.setattr(engine.store, "append", append)
+    engine.finish()
+    assert {r["rid"] for r in journal(tmp_path) if r["t"] == "sample"} == {"hs-kept"}

@@ -1,0 +1,61 @@
+"""Every mode in which states would be wrong is refused, with the flag to change."""
+
+from dataclasses import replace
+
+import pytest
+
+from sglang_hs_capture.capture.guards import check_engine
+from sglang_hs_capture.compat import EngineSettings
+from sglang_hs_capture.errors import GuardError
+
+GOOD = EngineSettings(
+    model_path="m",
+    context_length=4096,
+    chunked_prefill_size=512,
+    max_prefill_tokens=1024,
+    is_mla=True,
+    radix_cache=False,
+    prefill_cuda_graph=False,
+    mixed_chunk=False,
+    two_batch_overlap=False,
+    context_parallel=False,
+    speculative=False,
+    lora=False,
+    pd_multiplexing=False,
+    disaggregation=False,
+    aux_hidden_states=False,
+    pp_size=1,
+    dp_size=1,
+)
+
+
+def test_the_documented_launch_passes():
+    check_engine(GOOD)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"is_mla": False}, "hs-capture prepare"),
+        ({"radix_cache": True}, "--disable-radix-cache"),
+        ({"prefill_cuda_graph": True}, "--disable-prefill-cuda-graph"),
+        ({"mixed_chunk": True}, "--enable-mixed-chunk"),
+        ({"two_batch_overlap": True}, "--enable-two-batch-overlap"),
+        ({"context_parallel": True}, "--attn-cp-size"),
+        ({"speculative": True}, "--speculative-algorithm"),
+        ({"lora": True}, "--enable-lora"),
+        ({"pd_multiplexing": True}, "--enable-pdmux"),
+        ({"disaggregation": True}, "--disaggregation-mode"),
+        ({"aux_hidden_states": True}, "--enable-return-aux-hidden-states"),
+        ({"pp_size": 2}, "--pp-size"),
+        ({"dp_size": 2}, "data parallelism"),
+    ],
+)
+def test_each_wrong_mode_names_its_flag(change, named):
+    with pytest.raises(GuardError, match=named):
+        check_engine(replace(GOOD, **change))
+
+
+def test_all_problems_are_told_at_once():
+    with pytest.raises(GuardError, match=r"disable-radix-cache.*enable-lora"):
+        check_engine(replace(GOOD, radix_cache=True, lora=True))

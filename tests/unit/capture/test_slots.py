@@ -1,0 +1,73 @@
+"""The slot table: a prefix is found where it was stored, and never where a slot holds something else."""
+
+import numpy as np
+import pytest
+
+from sglang_hs_capture.capture.slots import Prefix, SlotTable
+from sglang_hs_capture.store.hashing import end_hash, prefix_hashes
+from sglang_hs_capture.store.schema import Extent
+
+
+def record(table: SlotTable, tokens: list[int], slots: list[int], extents: list[Extent], start: int = 0, base: int = 0):
+    ids = np.array(tokens, dtype=np.int64)
+    hashes = prefix_hashes(ids, start, base)
+    table.record(np.array(slots), extents, ids, np.arange(start, start + len(ids)), hashes)
+    return int(hashes[-1])
+
+
+def test_no_prefix_is_an_empty_chain():
+    assert SlotTable().lookup(np.zeros(0, dtype=np.int64)) == Prefix((), 0)
+
+
+def test_chunks_join_into_one_prefix_with_the_whole_hash():
+    table = SlotTable()
+    tokens = [5, 9, 5, 7, 1]
+    base = record(table, tokens[:3], [10, 11, 40], [Extent(0, 100, 3)])
+    record(table, tokens[3:], [7, 8], [Extent(0, 103, 1), Extent(1, 0, 1)], start=3, base=base)
+    found = table.lookup(np.array([10, 11, 40, 7, 8]))
+    assert found == Prefix((Extent(0, 100, 4), Extent(1, 0, 1)), end_hash(tokens))
+
+
+def test_a_shared_prefix_is_found_from_any_request():
+    table = SlotTable()
+    record(table, [1, 2, 3, 4], [3, 4, 5, 6], [Extent(2, 50, 4)])
+    assert table.lookup(np.array([3, 4])) == Prefix((Extent(2, 50, 2),), end_hash([1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("slots", "reason"),
+    [
+        ([1, 2, 3, 999], "never captured"),
+        ([1, 2, 3, 9], "1 of 4 prefix rows were never captured"),
+        ([2, 1, 3, 4], "other positions"),
+        ([2, 3, 4], "other positions"),
+    ],
+)
+def test_what_is_not_a_chain_is_refused(slots, reason):
+    table = SlotTable()
+    record(table, [1, 2, 3, 4], [1, 2, 3, 4], [Extent(0, 0, 4)])
+    record(table, [8], [20], [Extent(0, 9, 1)])
+    assert reason in table.lookup(np.array(slots))
+
+
+def test_a_slot_rewritten_by_another_prompt_breaks_the_chain():
+    table = SlotTable()
+    record(table, [1, 2, 3, 4], [1, 2, 3, 4], [Extent(0, 0, 4)])
+    record(table, [1, 9, 3], [11, 2, 13], [Extent(0, 4, 3)])
+    assert "another prompt" in table.lookup(np.array([1, 2, 3, 4]))
+    assert isinstance(table.lookup(np.array([11, 2, 13])), Prefix)
+
+
+def test_a_forgotten_slot_is_unknown():
+    table = SlotTable()
+    record(table, [1, 2], [1, 2], [Extent(0, 0, 2)])
+    table.forget(np.array([2, 5000]))
+    assert "never captured" in table.lookup(np.array([1, 2]))
+    assert isinstance(table.lookup(np.array([1])), Prefix)
+
+
+def test_memory_is_bounded_by_the_highest_slot():
+    table = SlotTable()
+    for start in range(0, 1000, 10):
+        record(table, list(range(10)), list(range(start, start + 10)), [Extent(0, start, 10)])
+    assert table.nbytes <= 2 * 1000 * 32
