@@ -1,0 +1,1 @@
+"""Conversation files to token ids and loss masks."""

@@ -1,0 +1,81 @@
+"""What passes between the parts of this package: conversations, samples, and lines that cannot be used."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Message = dict[str, Any]
+TokenIds = npt.NDArray[np.int64]
+LossMask = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One conversation in the form that chat templates take.
+
+    Attributes:
+        id: the sample's id, from the file or derived from the content.
+        source: ``file:line``.
+        messages: ``role``, ``content`` (always a string), and ``reasoning_content``, ``tool_calls``, ``tool_call_id``,
+            ``name`` and whatever else the file gives.
+        tools: tool declarations in OpenAI's form, or None.
+        template_kwargs: the row's own ``chat_template_kwargs``.
+    """
+
+    id: str
+    source: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One prompt to capture.
+
+    Attributes:
+        id: unique in a dataset; any string of at most 4096 characters, lone surrogates included.
+        source: ``file:line``.
+        input_ids: int64 ``[S]``, S at least 1.
+        loss_mask: uint8 ``[S]``; 1 for tokens that are trained on.
+    """
+
+    id: str
+    source: str
+    input_ids: TokenIds
+    loss_mask: LossMask
+
+
+@dataclass(frozen=True, slots=True)
+class InputProblem:
+    """A line that cannot be used, and why; the caller decides whether to stop or to skip it."""
+
+    source: str
+    reason: str
+    sample_id: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.reason}"
+
+
+# A row that was tokenised before needs nothing more than a length check, so it is a sample already.
+Record = Conversation | Sample
+
+
+class BadRow(Exception):  # noqa: N818 - never leaves this package: it always ends as an InputProblem
+    """The row being read cannot be used; the text says why."""
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """A value from a file as a message shows it: on one line and short, however hostile."""
+    head = value[: limit + 1] if isinstance(value, str | bytes) else value
+    text = repr(head)
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def one_line(text: str, limit: int = 300) -> str:
+    """Somebody else's error message on one line, cut to ``limit`` characters."""
+    flat = " ".join(text[: 4 * limit].split())
+    return flat if len(flat) <= limit else f"{flat[:limit]}..."
