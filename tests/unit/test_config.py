@@ -9,7 +9,12 @@ from sglang_hs_capture.layers import Final
 
 def test_defaults_are_the_documented_ones():
     config = CaptureConfig.from_mapping({"output_dir": "/data/states"})
-    assert (config.layers, config.final, config.dtype, config.rid_prefix) == ("eagle3", Final.PRE_NORM, "bfloat16", "hs-")
+    assert (config.layers, config.final, config.dtype, config.rid_prefix) == (
+        "eagle3",
+        Final.PRE_NORM,
+        "bfloat16",
+        "hs-",
+    )
 
 
 def test_settings_survive_json():

@@ -1,8 +1,9 @@
-"""The writing thread: chunks become samples, bad rows are never linked, and an error stops capture but not the queue."""
+"""The writing thread: chunks become samples, bad rows are never linked, an error stops capture but not the queue."""
 
 import json
 import threading
 import time
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from sglang_hs_capture.capture.rows import plan_rows
 from sglang_hs_capture.compat import PrefillBatch
 from sglang_hs_capture.errors import DiskFullError
 from sglang_hs_capture.staging.copier import Staging
-from sglang_hs_capture.staging.ring import HostRing
+from sglang_hs_capture.staging.ring import HostRing, RingClosedError
 from sglang_hs_capture.store.hashing import end_hash
 from sglang_hs_capture.store.index import load_index
 from sglang_hs_capture.store.schema import DatasetInfo
@@ -40,7 +41,7 @@ def make_info() -> DatasetInfo:
 
 
 class Engine:
-    """Feeds a committer as forwards would: each request's slots are given out once, states are functions of the prompt."""
+    """Feeds a committer as forwards would: slots are given out once, states are functions of the prompt."""
 
     def __init__(self, directory: Path, ring_bytes: int = 2**14, shard_bytes: int = 2**20) -> None:
         self.errors: list[Exception] = []
@@ -92,7 +93,7 @@ class Engine:
         packed = torch.cat(rows)
         packed = packed[: plan.n_rows] if index is None else packed[torch.from_numpy(index)]
         prefixes = [self.slots[r.rid][: r.prefix_len] for r in plan.requests]
-        metadata = torch.tensor(tokens + slots + [len(p[1]) for p in parts] + sum(prefixes, []))
+        metadata = torch.tensor([*tokens, *slots, *(len(p[1]) for p in parts), *chain.from_iterable(prefixes)])
         staged = self.staging.begin(plan.n_rows)
         staged.states.copy_(packed)
         absmax = packed.abs().amax(dim=2)
@@ -213,9 +214,13 @@ def test_a_full_disk_stops_capture_keeps_samples_and_wakes_the_forward(tmp_path,
 
     time.sleep(0.2)
     monkeypatch.setattr(engine.store, "append", full)
-    with pytest.raises(Exception, match="ring is closed"):
+
+    def go_on() -> None:
         for _ in range(50):
             engine.forward([("hs-lost", list(range(40)), 0, 40)])
+
+    with pytest.raises(RingClosedError, match="capture has stopped"):
+        go_on()
     assert entered.is_set()
     assert len(engine.errors) == 1
     assert isinstance(engine.errors[0], DiskFullError)

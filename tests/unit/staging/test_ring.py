@@ -1,5 +1,6 @@
 """The ring: bounded, blocking, never handing out a slot twice."""
 
+import itertools
 import threading
 import time
 
@@ -16,7 +17,7 @@ def test_slots_are_page_aligned_disjoint_and_exact():
     views = [ring.rows(slot, ring.slot_rows) for slot in range(ring.n_slots)]
     starts = [view.data_ptr() - views[0].data_ptr() for view in views]
     assert all(start % 4096 == 0 for start in starts)
-    assert all(b - a >= ring.slot_rows * 24 for a, b in zip(starts[:-1], starts[1:], strict=True))
+    assert all(b - a >= ring.slot_rows * 24 for a, b in itertools.pairwise(starts))
     assert ring.nbytes <= 2**20 + ring.n_slots * 4096
 
 
