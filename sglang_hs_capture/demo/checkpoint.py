@@ -1,10 +1,10 @@
 """Tiny checkpoints with seeded random weights: Kimi-K2.5 and DeepSeek-V3 in all but size.
 
-The weights are scaled so that the model is a fair test of whoever reads its hidden states. Neighbouring boundaries differ
-by a large part of their norm, the final norm's weight is far from constant, attention looks at few tokens, and expert
-routing has no near ties: the first ``num_experts`` components of a token's embedding hold a permutation of evenly spaced
-levels, no layer writes to them, and each router reads nothing else. So two implementations, or two precisions, choose the
-same experts, and what remains between them is rounding.
+The weights are scaled so that the model is a fair test of whoever reads its hidden states. Neighbouring boundaries
+differ by a large part of their norm, the final norm's weight is far from constant, attention looks at few tokens, and
+expert routing has no near ties: the first ``n_routed_experts`` components of a token's embedding hold a permutation of
+evenly spaced levels, no layer writes to them, and each router reads nothing else. So two implementations, or two
+precisions, choose the same experts, and what remains between them is rounding.
 """
 
 import json
@@ -140,8 +140,8 @@ def _text_shape(num_layers: int, hidden_size: int, sizes: dict[str, Any]) -> Tex
         raise ConfigError(f"tiny checkpoint: {error}; the sizes are {', '.join(asdict(TextShape()))}") from None
     if shape.hidden_size <= 2 * shape.n_routed_experts:
         raise ConfigError(
-            f"tiny checkpoint: hidden_size must be over twice n_routed_experts, since {shape.n_routed_experts} components "
-            f"hold the routing code; got hidden_size {shape.hidden_size}"
+            f"tiny checkpoint: hidden_size must be over twice n_routed_experts, since {shape.n_routed_experts} of its "
+            f"components hold the routing code; got hidden_size {shape.hidden_size}"
         )
     if shape.n_routed_experts < 2 * shape.n_group or shape.n_routed_experts % shape.n_group:
         raise ConfigError(

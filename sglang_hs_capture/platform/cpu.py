@@ -1,8 +1,8 @@
 """SGLang out-of-tree platform ``hs_capture_cpu``: the real engine on a machine without an accelerator.
 
-SGLang finds ``activate`` through the entry point group ``sglang.srt.platforms`` and asks every installed platform whether
-it wants to serve; this one does only when it was chosen by name, with ``SGLANG_PLATFORM=hs_capture_cpu``. It is meant for
-tests, for the demo and for a dry run of a pipeline: values are exact, speed is not the point.
+SGLang finds ``activate`` through the entry point group ``sglang.srt.platforms`` and asks every installed platform
+whether it wants to serve; this one does only when it was chosen by name, with ``SGLANG_PLATFORM=hs_capture_cpu``. It is
+meant for tests, for the demo and for a dry run of a pipeline: values are exact, speed is not the point.
 """
 
 import os

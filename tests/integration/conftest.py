@@ -1,0 +1,155 @@
+"""Tiny checkpoints, and real SGLang servers on the CPU platform as child processes."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+START_TIMEOUT_S = 180
+LOG_TAIL_LINES = 60
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server."""
+
+    url: str
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """POST JSON and return the JSON answer; an HTTP error status raises ``urllib.error.HTTPError``."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as response:
+            return json.load(response)
+
+    def generate(self, input_ids: list[int], max_new_tokens: int = 0, **fields: Any) -> Any:
+        """One greedy ``/generate`` request."""
+        sampling = {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True}
+        return self.post("/generate", {"input_ids": input_ids, "sampling_params": sampling, **fields})
+
+    def get(self, path: str) -> int:
+        """GET and return the status."""
+        with urllib.request.urlopen(self.url + path, timeout=60) as response:
+            return int(response.status)
+
+    def post_text(self, path: str, body: dict[str, Any]) -> None:
+        """POST JSON where the answer is not JSON."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60):
+            pass
+
+    def log_tail(self) -> str:
+        """The end of the server's log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 on which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def running_server(model: Path, log: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[Server]:
+    """Start ``sglang.launch_server`` on the CPU platform, wait until it answers, and end its process group on exit."""
+    port = free_port()
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port), *flags]
+    environment = {"OMP_NUM_THREADS": "2", **os.environ, "SGLANG_PLATFORM": "hs_capture_cpu", **(env or {})}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    server = Server(f"http://127.0.0.1:{port}", log, process)
+    try:
+        _wait_until_healthy(server)
+        yield server
+    finally:
+        _end_group(process)
+
+
+def _wait_until_healthy(server: Server) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if server.process.poll() is not None:
+            pytest.fail(f"the server ended with status {server.process.returncode}:\n{server.log_tail()}")
+        try:
+            with urllib.request.urlopen(server.url + "/health", timeout=10):
+                return
+        except OSError:  # refused while the port is closed, status 503 while the engine warms up
+            time.sleep(0.25)
+    pytest.fail(f"the server did not answer within {START_TIMEOUT_S} s:\n{server.log_tail()}")
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    for signum, patience_s in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+        try:
+            os.killpg(process.pid, signum)
+            process.wait(patience_s)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+StartServer = Callable[..., Server]
+
+
+@pytest.fixture(scope="module")
+def start_server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[StartServer]:
+    """A function ``(model, *flags, env=None) -> Server``; its servers live until the module's tests are done."""
+    with ExitStack() as stack:
+
+        def start(model: Path, *flags: str, env: dict[str, str] | None = None) -> Server:
+            log = tmp_path_factory.mktemp("server") / "server.log"
+            request.config.stash.setdefault(LOGS, []).append(log)
+            return stack.enter_context(running_server(model, log, *flags, env=env))
+
+        yield start
+    request.config.stash[LOGS] = []
+
+
+LOGS = pytest.StashKey[list[Path]]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Show the end of the running servers' logs with a failure."""
+    report = yield
+    if report.failed:
+        for log in item.config.stash.get(LOGS, []):
+            lines = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+            report.sections.append((f"end of {log}", "\n".join(lines)))
+    return report
+
+
+@pytest.fixture(scope="session")
+def kimi_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Kimi-K2.5 in float32."""
+    from sglang_hs_capture.demo.checkpoint import make_kimi_k25
+
+    return make_kimi_k25(tmp_path_factory.mktemp("models") / "kimi-k2.5")
+
+
+@pytest.fixture(scope="session")
+def deepseek_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny DeepSeek-V3 in float32."""
+    from sglang_hs_capture.demo.checkpoint import make_deepseek_v3
+
+    return make_deepseek_v3(tmp_path_factory.mktemp("models") / "deepseek-v3")
