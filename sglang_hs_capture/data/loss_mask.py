@@ -45,7 +45,7 @@ def tokenize(template: ChatTemplate, conversation: Conversation, stop_ids: froze
     if not len(input_ids):
         raise BadRow("the chat template renders the conversation to no tokens")
     if offsets is None:
-        runs = [_run_by_prefix(template.encode, text, span, input_ids) for span in spans]
+        runs = [_run_by_prefixes(template, text, span, input_ids) for span in spans]
     else:
         runs = [_run_by_offsets(offsets, span) for span in spans]
     mask = np.zeros(len(input_ids), dtype=np.uint8)
@@ -106,11 +106,7 @@ def _common_prefix(left: str, right: str) -> int:
 
 
 def _plausible(text: str, spans: Sequence[Span], messages: Sequence[Message]) -> bool:
-    """Whether the marked spans hold what the assistant said.
-
-    The positions that jinja's extension reports are wrong for a marker inside a macro. Where spans and turns can be
-    paired, the end of each turn's content must therefore be in its span.
-    """
+    """Whether the marked spans hold what the assistant said, as far as spans and turns can be paired."""
     contents = [message["content"] for message in messages if message["role"] == "assistant"]
     if contents and not spans:
         return False
@@ -127,17 +123,31 @@ def _run_by_offsets(offsets: Offsets, span: Span) -> Span:
     return first, max(first, last)
 
 
-def _run_by_prefix(encode: Callable[[str], TokenIds], text: str, span: Span, input_ids: TokenIds) -> Span:
-    """The tokens of ``span`` for a tokenizer that gives no offsets: those by which its two ends' prefixes differ.
+def _run_by_prefixes(template: ChatTemplate, text: str, span: Span, input_ids: TokenIds) -> Span:
+    """The tokens that share a character with ``span``, for a tokenizer that does not tell where its tokens are."""
+    first, _ = _tokens_before(template, text[: span[0]], input_ids)
+    last, exact = _tokens_before(template, text[: span[1]], input_ids)
+    return first, max(first, last if exact else last + 1)
 
-    A token that runs over the beginning belongs to the span, since it holds some of it.
+
+def _tokens_before(template: ChatTemplate, head: str, input_ids: TokenIds) -> tuple[int, bool]:
+    """How many of ``input_ids`` lie wholly in ``head``, the beginning of their text, and whether they make it up.
+
+    The beginning alone may end with other tokens than the same characters do in the whole text (two newlines before a
+    word are two tokens, and one at the end), so the last few are compared by their text.
     """
-    head, whole = encode(text[: span[0]]), encode(text[: span[1]])
-    if not np.array_equal(whole, input_ids[: len(whole)]):
-        raise BadRow("a token runs over the end of an assistant's turn, so the loss mask cannot be told")
-    length = min(len(head), len(whole))
-    differing = np.flatnonzero(head[:length] != input_ids[:length])
-    return int(differing[0]) if len(differing) else length, len(whole)
+    alone = template.encode(head)
+    length = min(len(alone), len(input_ids))
+    differing = np.flatnonzero(alone[:length] != input_ids[:length])
+    same = int(differing[0]) if len(differing) else length
+    rest = template.decode(alone[same:])
+    if not rest:
+        return same, True
+    most = min(len(input_ids), same + len(rest.encode("utf-8")))
+    for count in range(most, same, -1):
+        if rest.startswith(piece := template.decode(input_ids[same:count])):
+            return count, piece == rest
+    return same, False
 
 
 def _settle_end(

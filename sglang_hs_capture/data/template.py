@@ -18,6 +18,7 @@ _Rendered = TypeVar("_Rendered")
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _PROBE = "probe0of0the0end0of0a0turn"
+_EXCHANGE = Conversation("", "", [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}])
 _HOW_ELSE = "pass rows tokenised before (input_ids and loss_mask), or --chat-template FILE"
 
 
@@ -79,6 +80,7 @@ class ChatTemplate:
             raise InputError(f"the model's tokenizer has no chat template: {_HOW_ELSE}")
         self._source = "".join(source.values()) if isinstance(source, dict) else str(source or "")
         self._check_text_form()
+        self._marked = self._has_good_markers()
         self.stop_ids = self._find_stop_ids()
 
     def render(
@@ -106,13 +108,15 @@ class ChatTemplate:
         tokens wrongly when one ends with a character of several tokens, at token 0 or in dropped whitespace.
 
         Returns:
-            None if the template marks nothing, or the tokenizer renders with code of its own.
+            None if the template marks nothing or in a way that cannot be followed, or if the tokenizer renders with
+            code of its own.
 
         Raises:
             BadRow: the template rejects the conversation.
         """
-        if not self._plain or not _MARKER.search(self._source):
-            return None
+        return self._render_marked(conversation) if self._marked else None
+
+    def _render_marked(self, conversation: Conversation) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         tools = conversation.tools
@@ -155,8 +159,12 @@ class ChatTemplate:
 
     def is_blank(self, token: int) -> bool:
         """Whether a token is nothing but whitespace."""
-        text = str(self.tokenizer.decode([token]))
+        text = self.decode([token])
         return bool(text) and not text.strip()
+
+    def decode(self, input_ids: Sequence[int] | TokenIds) -> str:
+        """The text of some tokens, control tokens included."""
+        return str(self.tokenizer.decode(input_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _settings(self, conversation: Conversation) -> dict[str, Any]:
         return {**self._kwargs, **conversation.template_kwargs}
@@ -198,17 +206,28 @@ class ChatTemplate:
                 "form, so no loss mask can be found: pass rows tokenised before (input_ids and loss_mask)"
             )
 
+    def _has_good_markers(self) -> bool:
+        """Whether the template marks what the assistant says, and where: inside a macro jinja's positions are wrong."""
+        if not self._plain or not _MARKER.search(self._source):
+            return False
+        try:
+            text, spans = self._render_marked(_EXCHANGE)
+        except BadRow:  # each conversation will say why
+            return True
+        return any(_PROBE in text[start:end] for start, end in spans)
+
     def _find_stop_ids(self) -> frozenset[int]:
         """The tokenizer's end-of-text token, and the control token that the template puts after an answer."""
         eos = getattr(self.tokenizer, "eos_token_id", None)
         found = {eos} if isinstance(eos, int) else set()
-        exchange = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}]
         try:
-            text = self.render(Conversation("", "", exchange))
+            text = self.render(_EXCHANGE)
         except BadRow:  # each conversation will say why
             return frozenset(found)
         control = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
-        _, _, after = text.rpartition(_PROBE)
+        _, present, after = text.rpartition(_PROBE)
+        if not present:
+            return frozenset(found)
         return frozenset(found.union(control.intersection(self.encode(after.lstrip())[:1].tolist())))
 
 
