@@ -5,8 +5,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import aiohttp
 
@@ -81,12 +80,8 @@ class ServerClient:
         self._sampling = {"max_new_tokens": max_new_tokens, "temperature": 0}
         self.last_answer = time.monotonic()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def close(self) -> None:
+        """Close all connections."""
         await self._session.close()
 
     async def prefill(self, rid: str, input_ids: Sequence[int]) -> None:

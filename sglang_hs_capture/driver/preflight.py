@@ -5,12 +5,12 @@ captured. Run as ``python -m sglang_hs_capture.driver.preflight ARCHITECTURE...`
 module imports the package as SGLang does, asks SGLang's registry, and prints one JSON line.
 """
 
+import asyncio
 import contextlib
 import importlib
 import json
 import os
 import pkgutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ from sglang_hs_capture.model_config import CAPTURE_CLASSES
 TIMEOUT_S = 600
 
 
-def check_plugin(architectures: Sequence[str], environment: Mapping[str, str]) -> str:
+async def check_plugin(architectures: Sequence[str], environment: Mapping[str, str]) -> str:
     """Run the check in a child process.
 
     Args:
@@ -36,25 +36,30 @@ def check_plugin(architectures: Sequence[str], environment: Mapping[str, str]) -
     Raises:
         EngineError: with the import error's own text, or with the name of the class that SGLang would serve instead.
     """
-    command = [sys.executable, "-m", "sglang_hs_capture.driver.preflight", *architectures]
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "sglang_hs_capture.driver.preflight", *architectures),
+        env={**os.environ, **environment},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            command,
-            env={**os.environ, **environment},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+        out, err = await asyncio.wait_for(child.communicate(), TIMEOUT_S)
+    except TimeoutError:
         raise EngineError(f"importing SGLang took more than {TIMEOUT_S} s; run `hs-capture doctor`") from None
-    lines = done.stdout.strip().splitlines()
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    return _read_verdict(out, err, child.returncode)
+
+
+def _read_verdict(out: bytes, err: bytes, code: int | None) -> str:
     try:
-        answer = json.loads(lines[-1])
+        answer = json.loads(out.decode("utf-8", "replace").strip().splitlines()[-1])
     except (IndexError, ValueError):
-        tail = " | ".join(done.stderr.strip().splitlines()[-3:]) or f"exit code {done.returncode}, no output"
+        tail = " | ".join(err.decode("utf-8", "replace").strip().splitlines()[-3:]) or f"exit code {code}, no output"
         raise EngineError(f"SGLang cannot be imported here: {tail}; run `hs-capture doctor`") from None
     if answer["error"]:
         raise EngineError(answer["error"])

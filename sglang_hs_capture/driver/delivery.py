@@ -1,0 +1,138 @@
+"""Brings one sample at a time to the server and waits until the journal says that its states are on disk."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sglang_hs_capture.driver.client import RefusedError, RetryableError, ServerClient
+from sglang_hs_capture.driver.feed import Job
+from sglang_hs_capture.errors import EngineError
+from sglang_hs_capture.store.requests import RequestRecord
+from sglang_hs_capture.store.schema import FailureRecord, SampleRecord, make_rid, parse_rid
+
+RESEND_PAUSE_S = 0.5
+
+
+class DroppedError(Exception):
+    """A sample was not captured in all its attempts; the text says why."""
+
+
+@dataclass(frozen=True)
+class DeliverySettings:
+    """How long to try.
+
+    Attributes:
+        attempts: times a sample is sent before it is given up.
+        ack_timeout_s: how long after the server's reply its acknowledgement may take.
+        grace_s: how long a server that cannot be reached may take to come back.
+    """
+
+    attempts: int = 3
+    ack_timeout_s: float = 120.0
+    grace_s: float = 60.0
+
+
+@dataclass
+class _Pending:
+    """A sample on its way: its latest request id, and the journal's word on it ("" for acknowledged)."""
+
+    record: RequestRecord
+    rid: str
+    verdict: asyncio.Future[str]
+
+    def settle(self, verdict: str) -> bool:
+        if self.verdict.done():
+            return False
+        self.verdict.set_result(verdict)
+        return True
+
+
+class Delivery:
+    """Sends samples to one server, each as often as it needs, and matches the journal's records with them."""
+
+    def __init__(self, client: ServerClient, rid_prefix: str, settings: DeliverySettings) -> None:
+        self._client = client
+        self._rid_prefix = rid_prefix
+        self._settings = settings
+        self._pending: dict[str, _Pending] = {}
+        self._reconnecting = asyncio.Lock()
+        self.resent = 0
+
+    def offer(self, record: SampleRecord | FailureRecord) -> RequestRecord | None:
+        """Take one record of a journal; those of other requests are passed over.
+
+        A sample counts as acknowledged only if its length and its hash are the prompt's own; a late acknowledgement of
+        an earlier attempt is as good as one of the latest. Of failures only the latest attempt's counts.
+
+        Returns:
+            The ledger's record of the sample if this very record acknowledges it.
+        """
+        parsed = parse_rid(record.rid)
+        pending = self._pending.get(parsed[1]) if parsed and parsed[0] == self._rid_prefix else None
+        if pending is None:
+            return None
+        if isinstance(record, SampleRecord):
+            if (record.length, record.end_hash) == (pending.record.length, pending.record.end_hash):
+                return pending.record if pending.settle("") else None
+            if record.rid == pending.rid:
+                sent = pending.record.length
+                pending.settle(f"the states stored are those of other tokens ({record.length} of them, {sent} sent)")
+        elif record.rid == pending.rid:
+            pending.settle(f"{record.reason}: {record.detail}")
+        return None
+
+    async def deliver(self, job: Job) -> None:
+        """Send a sample until it is acknowledged.
+
+        Raises:
+            RefusedError: the server does not take this prompt.
+            DroppedError: all attempts failed.
+            EngineError: the server cannot be reached any more.
+        """
+        reason = ""
+        for attempt in range(self._settings.attempts):
+            if attempt:
+                self.resent += 1
+                await asyncio.sleep(RESEND_PAUSE_S)
+            with self._watching(job, attempt) as pending:
+                reason = await self._attempt(job, pending)
+            if not reason:
+                return
+        raise DroppedError(f"not captured in {self._settings.attempts} attempts; the last one: {reason}")
+
+    @contextlib.contextmanager
+    def _watching(self, job: Job, attempt: int) -> Iterator[_Pending]:
+        rid = make_rid(self._rid_prefix, job.record.key, attempt)
+        pending = _Pending(job.record, rid, asyncio.get_running_loop().create_future())
+        self._pending[job.record.key] = pending
+        try:
+            yield pending
+        finally:
+            del self._pending[job.record.key]
+
+    async def _attempt(self, job: Job, pending: _Pending) -> str:
+        """One attempt: "" when the sample is acknowledged, the reason when it is not."""
+        try:
+            await self._client.prefill(pending.rid, job.input_ids.tolist())
+        except (RefusedError, RetryableError, ConnectionError) as error:
+            if pending.verdict.done() and not pending.verdict.result():
+                return ""  # the reply was lost, the states were not
+            if isinstance(error, RefusedError):
+                raise
+            if isinstance(error, ConnectionError):
+                await self._reconnect(error)
+            return str(error)
+        try:
+            return await asyncio.wait_for(pending.verdict, self._settings.ack_timeout_s)
+        except TimeoutError:
+            return f"no acknowledgement within {self._settings.ack_timeout_s:g} s of the server's reply"
+
+    async def _reconnect(self, error: ConnectionError) -> None:
+        # One request asks for all: the others find the server healthy, or the run is over.
+        async with self._reconnecting:
+            if not await self._client.wait_healthy(self._settings.grace_s):
+                raise EngineError(
+                    f"lost the server ({error}) and it did not come back within {self._settings.grace_s:g} s; all "
+                    "acknowledged samples are safe, run again to go on"
+                )

@@ -1,0 +1,133 @@
+"""Decides for each sample of the input what is to be done with it, a few at a time and never all at once."""
+
+import asyncio
+import time
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from sglang_hs_capture.data.records import InputProblem, Sample, TokenIds
+from sglang_hs_capture.store.hashing import end_hash
+from sglang_hs_capture.store.requests import RequestLedger, RequestRecord
+from sglang_hs_capture.store.schema import rle_encode, sample_key
+
+BATCH_SAMPLES = 64
+BATCH_S = 0.1
+
+
+@dataclass(frozen=True)
+class Job:
+    """A sample to capture.
+
+    Attributes:
+        record: what the ledger says of it.
+        input_ids: int64 [S].
+    """
+
+    record: RequestRecord
+    input_ids: TokenIds
+
+
+@dataclass(frozen=True)
+class Done:
+    """A sample that the dataset holds already; ``record`` is set if its loss mask has changed."""
+
+    record: RequestRecord | None = None
+
+
+Verdict = Job | InputProblem | Done
+
+
+class Judge:
+    """Compares samples with what the dataset holds and with what the user and the server allow."""
+
+    def __init__(self, ledger: RequestLedger, captured: Container[str], max_length: int | None = None) -> None:
+        """
+        Args:
+            ledger: what was asked for before.
+            captured: ids of the samples that the dataset holds.
+            max_length: the longest prompt that the user wants.
+        """
+        self._ledger = ledger
+        self._captured = captured
+        self._max_length = max_length
+        self.server_limit: int | None = None
+
+    def judge(self, sample: Sample | InputProblem) -> Verdict:
+        """Say what is to be done with one item of ``data.samples.iter_samples``."""
+        if isinstance(sample, InputProblem):
+            return sample
+        record = RequestRecord(
+            id=sample.id,
+            key=sample_key(sample.id),
+            length=len(sample.input_ids),
+            end_hash=end_hash(sample.input_ids),
+            loss_mask=tuple(rle_encode(sample.loss_mask)),
+            source=sample.source,
+        )
+        if sample.id in self._captured:
+            return self._judge_captured(record)
+        job = Job(record, sample.input_ids)
+        return self.too_long(job) or job
+
+    def _judge_captured(self, record: RequestRecord) -> Verdict:
+        known = self._ledger.requests[record.id]
+        if (known.length, known.end_hash) != (record.length, record.end_hash):
+            reason = (
+                f"the id {record.id!r} was captured from other tokens ({known.length} from {known.source}, now "
+                f"{record.length}); give the sample another id, or choose another --output if the tokenizer or the "
+                "chat template changed"
+            )
+            return InputProblem(record.source, reason, record.id)
+        return Done(record if known.loss_mask != record.loss_mask else None)
+
+    def too_long(self, job: Job) -> InputProblem | None:
+        """The problem of a prompt that is longer than the user or the server allows; None if it is not."""
+        for limit, whose in ((self._max_length, "--max-length"), (self.server_limit, "the server's longest prompt")):
+            if limit is not None and job.record.length > limit:
+                reason = f"prompt of {job.record.length} tokens is longer than {whose}, {limit}"
+                return InputProblem(job.record.source, reason, job.record.id)
+        return None
+
+    def needs_request(self, record: RequestRecord) -> bool:
+        """Whether the ledger does not say already what ``record`` says."""
+        return self._ledger.requests.get(record.id) != record or record.id in self._ledger.dropped
+
+
+class Feed:
+    """Pulls samples on a thread, so that tokenising does not hold up what is in flight."""
+
+    def __init__(self, samples: Iterable[Sample | InputProblem], judge: Judge, limit: int | None = None) -> None:
+        """
+        Args:
+            samples: from ``data.samples.iter_samples``.
+            judge: decides on each.
+            limit: look at no more than so many of them.
+        """
+        self._samples: Iterator[Sample | InputProblem] = iter(samples) if limit is None else islice(samples, limit)
+        self._judge = judge
+        self._ahead: list[Verdict] = []
+
+    async def next_batch(self) -> Sequence[Verdict]:
+        """The next verdicts, in the input's order; empty at its end.
+
+        Raises:
+            InputError: the input cannot be read on.
+        """
+        if self._ahead:
+            batch, self._ahead = self._ahead, []
+            return batch
+        return await asyncio.to_thread(self._pull)
+
+    def put_back(self, verdicts: Sequence[Verdict]) -> None:
+        """Take back verdicts, to be given again."""
+        self._ahead = [*verdicts, *self._ahead]
+
+    def _pull(self) -> list[Verdict]:
+        deadline = time.monotonic() + BATCH_S
+        batch: list[Verdict] = []
+        for sample in self._samples:
+            batch.append(self._judge.judge(sample))
+            if len(batch) >= BATCH_SAMPLES or time.monotonic() >= deadline:
+                break
+        return batch

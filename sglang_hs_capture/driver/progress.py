@@ -1,0 +1,148 @@
+"""Shows how a run goes on: a bar on a terminal, a plain line every few seconds elsewhere."""
+
+import sys
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import IO, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from sglang_hs_capture.driver.summary import GB
+
+PLAIN_INTERVAL_S = 5.0
+RATE_WINDOW_S = 10.0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """How far a run is.
+
+    Attributes:
+        done: samples captured, there already, skipped or dropped.
+        in_flight: samples sent and not yet acknowledged.
+        tokens: tokens captured so far.
+        bytes: bytes written so far.
+        blocked_s: time the ring was full.
+    """
+
+    done: int
+    in_flight: int
+    tokens: int
+    bytes: int
+    blocked_s: float
+
+
+class Rates:
+    """Tokens and bytes a second over the last moments, so that a slow start does not weigh on the figure for hours."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[float, int, int]] = []
+
+    def update(self, now: float, tokens: int, nbytes: int) -> tuple[float, float]:
+        """Take a new reading.
+
+        Returns:
+            Tokens a second and bytes a second.
+        """
+        self._marks.append((now, tokens, nbytes))
+        while len(self._marks) > 2 and now - self._marks[1][0] >= RATE_WINDOW_S:
+            del self._marks[0]
+        begin, first_tokens, first_bytes = self._marks[0]
+        span = now - begin
+        return ((tokens - first_tokens) / span, (nbytes - first_bytes) / span) if span > 0 else (0.0, 0.0)
+
+
+class ProgressView:
+    """Where a run reports to; this one keeps silent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def say(self, text: str) -> None:
+        """Show one line that stays."""
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Show how far the run is."""
+
+    def close(self) -> None:
+        """Leave the screen in order."""
+
+
+class BarView(ProgressView):
+    """A progress bar on a terminal."""
+
+    def __init__(self, console: Console, total: int | None) -> None:
+        self._rates = Rates()
+        self._bar = Progress(
+            TextColumn("samples"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[detail]}"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._task = self._bar.add_task("samples", total=total, detail="", start=True, visible=False)
+        self._bar.start()
+
+    def say(self, text: str) -> None:
+        self._bar.console.print(text, markup=False, highlight=False)
+
+    def update(self, snapshot: Snapshot) -> None:
+        tokens_per_s, bytes_per_s = self._rates.update(time.monotonic(), snapshot.tokens, snapshot.bytes)
+        self._bar.update(
+            self._task,
+            completed=snapshot.done,
+            visible=True,
+            detail=_detail(snapshot, tokens_per_s, bytes_per_s),
+        )
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+class LineView(ProgressView):
+    """Plain lines, for logs and pipes."""
+
+    def __init__(self, stream: IO[str], total: int | None, interval_s: float = PLAIN_INTERVAL_S) -> None:
+        self._stream = stream
+        self._total = "" if total is None else f" of {total:,}"
+        self._interval_s = interval_s
+        self._rates = Rates()
+        self._next = 0.0
+
+    def say(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def update(self, snapshot: Snapshot) -> None:
+        now = time.monotonic()
+        tokens_per_s, bytes_per_s = self._rates.update(now, snapshot.tokens, snapshot.bytes)
+        if now < self._next:
+            return
+        self._next = now + self._interval_s
+        self.say(f"{snapshot.done:,}{self._total} samples, {_detail(snapshot, tokens_per_s, bytes_per_s)}")
+
+
+def _detail(snapshot: Snapshot, tokens_per_s: float, bytes_per_s: float) -> str:
+    return (
+        f"{tokens_per_s:,.0f} tok/s, {bytes_per_s / GB:.3f} GB/s, {snapshot.in_flight:,} in flight, "
+        f"ring full {snapshot.blocked_s:.1f} s"
+    )
+
+
+def make_view(total: int | None = None, stream: IO[str] | None = None) -> ProgressView:
+    """A bar where the stream is a terminal, lines elsewhere.
+
+    Args:
+        total: number of samples of the input; None if it is not known.
+        stream: stderr by default.
+    """
+    stream = sys.stderr if stream is None else stream
+    return BarView(Console(file=stream), total) if stream.isatty() else LineView(stream, total)

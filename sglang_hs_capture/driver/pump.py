@@ -1,0 +1,149 @@
+"""Keeps a server busy: ledger first, then the prompt, then the wait for its acknowledgement, many at a time."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from sglang_hs_capture.driver.client import RefusedError, Window
+from sglang_hs_capture.driver.delivery import Delivery, DroppedError
+from sglang_hs_capture.driver.ending import Ending
+from sglang_hs_capture.driver.feed import Job
+from sglang_hs_capture.driver.intake import Intake
+from sglang_hs_capture.driver.progress import ProgressView, Snapshot
+from sglang_hs_capture.driver.target import Target
+from sglang_hs_capture.driver.watch import JournalWatch, SessionWatch
+from sglang_hs_capture.errors import EngineError, HsCaptureError
+
+WATCH_INTERVAL_S = 0.1
+SESSION_INTERVAL_S = 0.5
+
+
+@dataclass(frozen=True)
+class PumpSettings:
+    """How much to keep in flight, and when to lose patience.
+
+    Attributes:
+        max_prompts: most prompts in flight.
+        max_tokens: most tokens in flight.
+        stall_timeout_s: give up when nothing at all has moved for so long.
+        drain_timeout_s: after a signal, how long to wait for what is in flight.
+    """
+
+    max_prompts: int = 512
+    max_tokens: int = 2**21
+    stall_timeout_s: float = 900.0
+    drain_timeout_s: float = 60.0
+
+
+class Pump:
+    """Moves the samples of a feed to one server until the feed or the run ends."""
+
+    def __init__(
+        self,
+        *,
+        intake: Intake,
+        delivery: Delivery,
+        target: Target,
+        journals: JournalWatch,
+        sessions: SessionWatch,
+        settings: PumpSettings,
+        ending: Ending,
+        view: ProgressView,
+    ) -> None:
+        self._intake, self._delivery, self._target = intake, delivery, target
+        self._journals, self._sessions = journals, sessions
+        self._settings, self._ending, self._view = settings, ending, view
+        self._window = Window(settings.max_prompts, settings.max_tokens)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._moved_at = time.monotonic()
+        self._rows = 0
+
+    async def run(self) -> None:
+        """Send everything and wait for it; returns early when the run ends early."""
+        watcher = asyncio.create_task(self._watch())
+        try:
+            await self._ending.unless_stopped(self._send())
+            await self._ending.unless_stopped(self._drain())
+            limit = self._settings.drain_timeout_s if self._ending.signal else None
+            await self._ending.unless_failed(self._drain(), limit)
+            # What was acknowledged up to now counts, also when its request is about to be given up.
+            self._read_journals()
+        except HsCaptureError as error:
+            self._ending.fail(error)
+        finally:
+            for task in (watcher, *self._tasks):
+                task.cancel()
+            await asyncio.gather(watcher, *self._tasks, return_exceptions=True)
+            self._show()
+
+    async def _send(self) -> None:
+        while (jobs := await self._intake.next_jobs()) is not None:
+            for job in jobs:
+                await self._window.enter(job.record.length)
+                task = asyncio.create_task(self._deliver(job))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _drain(self) -> None:
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _deliver(self, job: Job) -> None:
+        try:
+            await self._delivery.deliver(job)
+        except RefusedError as error:
+            self._intake.refuse(job, f"the server refuses this prompt: {error}")
+        except DroppedError as error:
+            self._intake.drop(job, str(error))
+        except Exception as error:
+            self._ending.fail(error)
+        finally:
+            self._moved_at = time.monotonic()
+            self._window.leave(job.record.length)
+
+    async def _watch(self) -> None:
+        sessions_due = 0.0
+        try:
+            while True:
+                self._read_journals()
+                if time.monotonic() >= sessions_due:
+                    sessions_due = time.monotonic() + SESSION_INTERVAL_S
+                    self._check_health()
+                self._show()
+                await asyncio.sleep(WATCH_INTERVAL_S)
+        except Exception as error:
+            self._ending.fail(error)
+
+    def _read_journals(self) -> None:
+        for record in self._journals.poll():
+            if captured := self._delivery.offer(record):
+                self._intake.captured(captured)
+
+    def _check_health(self) -> None:
+        self._target.check_alive()
+        self._sessions.poll()
+        self._sessions.check()
+        rows = self._sessions.counters().rows
+        if rows != self._rows or not self._window.prompts:
+            self._rows, self._moved_at = rows, time.monotonic()
+        idle = time.monotonic() - self._moved_at
+        if idle > self._settings.stall_timeout_s:
+            raise EngineError(
+                f"nothing has moved for {idle:.0f} s with {self._window.prompts} prompts in flight: the server hangs; "
+                "see its log"
+            )
+
+    def _show(self) -> None:
+        summary, counters = self._intake.summary, self._sessions.counters()
+        summary.resent = self._delivery.resent
+        summary.blocked_s = counters.blocked_s
+        left_out = len(summary.skipped) + len(summary.dropped)
+        self._view.update(
+            Snapshot(
+                done=summary.captured + summary.already + left_out,
+                in_flight=self._window.prompts,
+                tokens=summary.tokens,
+                bytes=counters.bytes,
+                blocked_s=counters.blocked_s,
+            )
+        )

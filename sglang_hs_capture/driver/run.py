@@ -1,0 +1,145 @@
+"""A capture run from beginning to end: what is there is kept, what is missing is captured, and an account is given."""
+
+import asyncio
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from signal import Signals
+
+from sglang_hs_capture.data.records import InputProblem, Sample
+from sglang_hs_capture.driver.delivery import Delivery, DeliverySettings
+from sglang_hs_capture.driver.ending import Ending
+from sglang_hs_capture.driver.feed import Feed, Judge
+from sglang_hs_capture.driver.intake import Intake, OnBadInput
+from sglang_hs_capture.driver.progress import ProgressView
+from sglang_hs_capture.driver.pump import Pump, PumpSettings
+from sglang_hs_capture.driver.summary import Summary
+from sglang_hs_capture.driver.target import Target
+from sglang_hs_capture.driver.watch import JournalWatch, SessionWatch
+from sglang_hs_capture.errors import HsCaptureError
+from sglang_hs_capture.store.identity import DATASET_FILE, read_info
+from sglang_hs_capture.store.index import load_index
+from sglang_hs_capture.store.requests import RequestLedger
+from sglang_hs_capture.store.session import SessionRecord
+
+LOCK_TIMEOUT_S = 1.0
+Samples = Iterable[Sample | InputProblem]
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How a run behaves.
+
+    Attributes:
+        output: the dataset's directory; it must exist.
+        on_bad_input: stop at the first line or sample that cannot be captured, or leave such ones out.
+        limit: look at no more than so many samples of the input.
+        max_length: the longest prompt that the user wants, in tokens.
+        delivery: how often and how long a sample is tried.
+        pump: how much is in flight.
+    """
+
+    output: Path
+    on_bad_input: OnBadInput = OnBadInput.STOP
+    limit: int | None = None
+    max_length: int | None = None
+    delivery: DeliverySettings = field(default_factory=DeliverySettings)
+    pump: PumpSettings = field(default_factory=PumpSettings)
+
+
+class CaptureRun:
+    """One run over one input."""
+
+    def __init__(self, target: Target, samples: Samples, settings: RunSettings, view: ProgressView) -> None:
+        self._target, self._samples, self._settings, self._view = target, samples, settings, view
+        self._ending = Ending()
+        self._summary = Summary(output=str(settings.output))
+
+    async def run(self) -> Summary:
+        """Do all of it.
+
+        Returns:
+            The account; its ``ended`` and ``exit_code`` say whether and why the run ended early.
+
+        Raises:
+            DatasetLockedError: another run works on this dataset.
+            CorruptionError: the dataset is damaged.
+        """
+        with RequestLedger.open(self._settings.output, lock_timeout_s=LOCK_TIMEOUT_S) as ledger:
+            # What the journals hold by now is read from the index, what comes later from the watch: nothing is missed.
+            journals = JournalWatch(self._settings.output)
+            journals.poll()
+            judge = Judge(ledger, self._captured(), self._settings.max_length)
+            feed = Feed(self._samples, judge, self._settings.limit)
+            intake = Intake(feed, judge, ledger, self._settings.on_bad_input, self._summary, self._ending)
+            with self._ending.signals(self._tell, self._target.kill):
+                await self._guarded(intake, journals)
+        self._conclude()
+        return self._summary
+
+    def _captured(self) -> set[str]:
+        """Ids of the samples that the dataset holds, of those that were asked for by id."""
+        if not (self._settings.output / DATASET_FILE).exists():
+            return set()
+        index = load_index(self._settings.output)
+        return {sample.id for sample in index.samples if sample.id in index.requested}
+
+    async def _guarded(self, intake: Intake, journals: JournalWatch) -> None:
+        try:
+            if await self._ending.unless_stopped(intake.find_work()):
+                sessions = await self._ending.unless_stopped(self._target.open(self._view.say))
+                if sessions is not None:
+                    await self._pump(intake, journals, sessions)
+        except HsCaptureError as error:
+            self._ending.fail(error)
+        finally:
+            try:
+                await self._target.close()
+            except HsCaptureError as error:
+                self._ending.fail(error)
+
+    async def _pump(self, intake: Intake, journals: JournalWatch, sessions: list[SessionRecord]) -> None:
+        limits = [record.max_prompt_tokens for record in sessions if record.max_prompt_tokens]
+        if limits:
+            intake.limit_prompts(min(limits))
+        delivery = Delivery(self._target.client, sessions[0].rid_prefix, self._settings.delivery)
+        watch = SessionWatch(self._settings.output, sessions)
+        pump = Pump(
+            intake=intake,
+            delivery=delivery,
+            target=self._target,
+            journals=journals,
+            sessions=watch,
+            settings=self._settings.pump,
+            ending=self._ending,
+            view=self._view,
+        )
+        started = time.monotonic()
+        await pump.run()
+        self._summary.seconds = time.monotonic() - started
+        self._summary.bytes = self._summary.tokens * read_info(self._settings.output).row_bytes
+
+    def _tell(self, caught: Signals) -> None:
+        self._view.say(f"{caught.name}: finishing what is in flight; a second {caught.name} ends at once.")
+
+    def _conclude(self) -> None:
+        """Say in the account how the run ended; an error that nobody foresaw goes on to the caller."""
+        error, caught = self._ending.error, self._ending.signal
+        if error is not None:
+            if not isinstance(error, HsCaptureError):
+                raise error
+            self._summary.ended = str(error)
+            self._summary.exit_code = error.exit_code
+        elif caught is not None:
+            self._summary.ended = f"ended by {caught.name}; all acknowledged samples are safe, run again to go on"
+            self._summary.exit_code = 128 + caught
+
+
+def run_capture(target: Target, samples: Samples, settings: RunSettings, view: ProgressView) -> Summary:
+    """Run to the end, from the main thread of a program; see ``CaptureRun.run``."""
+
+    async def main() -> Summary:
+        return await CaptureRun(target, samples, settings, view).run()
+
+    return asyncio.run(main())

@@ -1,0 +1,98 @@
+"""What a run did, in numbers and in plain words."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from sglang_hs_capture.data.records import InputProblem
+
+SHOWN_PROBLEMS = 20
+GB = 1e9
+
+
+@dataclass
+class Summary:
+    """The account of a run; it grows while the run goes on.
+
+    Attributes:
+        output: the dataset.
+        asked: samples and unusable lines looked at in the input.
+        captured: samples captured by this run.
+        already: samples that the dataset held before.
+        remasked: of these, samples whose loss mask was brought up to date.
+        resent: times a sample was sent again.
+        tokens: tokens of the captured samples.
+        bytes: bytes of states written, including those of failed attempts.
+        seconds: from the first prompt sent to the last sample acknowledged.
+        blocked_s: time the model waited because the ring was full.
+        skipped: lines and samples left out, each with its reason.
+        dropped: samples given up after several attempts, each with its reason.
+        ended: why the run ended early; empty when it did not.
+        exit_code: what the command exits with.
+    """
+
+    output: str
+    asked: int = 0
+    captured: int = 0
+    already: int = 0
+    remasked: int = 0
+    resent: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    blocked_s: float = 0.0
+    skipped: list[InputProblem] = field(default_factory=list)
+    dropped: list[InputProblem] = field(default_factory=list)
+    ended: str = ""
+    exit_code: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens captured a second."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json-summary``: the fields, with the rate."""
+        return {**asdict(self), "tokens_per_s": round(self.tokens_per_s, 1)}
+
+    def lines(self) -> list[str]:
+        """The account for a person."""
+        if (
+            not self.captured
+            and not self.ended
+            and not self.skipped
+            and not self.dropped
+            and self.asked == self.already
+        ):
+            return [
+                f"Nothing left to do: all {_count(self.asked, 'sample')} of the input are in {self.output}.",
+                *self._remasked(),
+            ]
+        rate = f", {self.tokens_per_s:,.0f} tokens/s" if self.seconds else ""
+        lines = [
+            f"Captured {_count(self.captured, 'sample')} ({self.tokens:,} tokens, {self.bytes / GB:.2f} GB) "
+            f"in {self.seconds:.1f} s{rate}.",
+            f"Looked at {self.asked:,}; {self.already:,} were there already; {len(self.skipped):,} skipped; "
+            f"{len(self.dropped):,} dropped.",
+            *self._remasked(),
+        ]
+        if self.blocked_s >= 0.1:
+            lines.append(f"The model waited {self.blocked_s:.1f} s for the disk: the ring was full.")
+        if self.resent:
+            lines.append(f"Sent again {self.resent:,} times.")
+        lines += _list("Skipped", self.skipped) + _list("Dropped", self.dropped)
+        lines.append(f"Dataset: {self.output}")
+        return lines
+
+    def _remasked(self) -> list[str]:
+        return [f"Brought the loss mask of {_count(self.remasked, 'sample')} up to date."] if self.remasked else []
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _list(title: str, problems: list[InputProblem]) -> list[str]:
+    lines = [f"{title}: {problem}" for problem in problems[:SHOWN_PROBLEMS]]
+    if len(problems) > SHOWN_PROBLEMS:
+        lines.append(f"{title}: and {len(problems) - SHOWN_PROBLEMS:,} more")
+    return lines

@@ -1,0 +1,184 @@
+"""Where prompts go: a server started for this run, or one that is running already."""
+
+import json
+import os
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from sglang_hs_capture.config import CONFIG_KEY
+from sglang_hs_capture.driver.client import ServerClient
+from sglang_hs_capture.driver.launch import LaunchPlan
+from sglang_hs_capture.driver.preflight import check_plugin
+from sglang_hs_capture.driver.server import ManagedServer
+from sglang_hs_capture.errors import DatasetMismatchError, EngineError
+from sglang_hs_capture.model_config import ModelConfig
+from sglang_hs_capture.store.identity import DATASET_FILE, read_info
+from sglang_hs_capture.store.recovery import recover_dataset
+from sglang_hs_capture.store.schema import DatasetInfo
+from sglang_hs_capture.store.session import SessionRecord, read_sessions
+
+Say = Callable[[str], None]
+
+
+class Target(ABC):
+    """A server that captures into the dataset."""
+
+    client: ServerClient
+
+    @abstractmethod
+    async def open(self, say: Say) -> list[SessionRecord]:
+        """Make sure that the server is up and captures.
+
+        Args:
+            say: shows one line to the user.
+
+        Returns:
+            The session records of its writers.
+
+        Raises:
+            GuardError, EngineError, StoreError: it is not, or does not.
+        """
+
+    @abstractmethod
+    def check_alive(self) -> None:
+        """Raise if the server is known to have ended.
+
+        Raises:
+            GuardError, EngineError: with the reason as far as it is known.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Let go of the server."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Let go of it at once."""
+
+
+class OwnServer(Target):
+    """A server that lives for this run alone."""
+
+    def __init__(self, plan: LaunchPlan, directory: Path, model: ModelConfig | None, start_timeout_s: float) -> None:
+        self._plan = plan
+        self._directory = directory
+        self._architectures = model.architectures if model else ()
+        self._start_timeout_s = start_timeout_s
+        self._server = ManagedServer(plan, directory)
+        self._started = False
+
+    async def open(self, say: Say) -> list[SessionRecord]:
+        say("Checking that SGLang loads the capture classes ...")
+        capture_class = await check_plugin(self._architectures, self._plan.environment)
+        say(f"Starting SGLang with {capture_class}; its output goes to {self._server.log_path}")
+        self._started = True
+        self.client = ServerClient(self._plan.url, api_key=self._plan.api_key)
+        self._server.start()
+        sessions = await self._server.wait_ready(self.client, self._start_timeout_s)
+        say(f"SGLang {sessions[0].sglang_version} is up and captures {', '.join(sessions[0].model['columns'])}.")
+        return sessions
+
+    def check_alive(self) -> None:
+        self._server.check_alive()
+
+    async def close(self) -> None:
+        """Stop the server, and finish the shards in case it was in no state to."""
+        if not self._started:
+            return
+        await self.client.close()
+        await self._server.stop()
+        if (self._directory / DATASET_FILE).exists():
+            recover_dataset(self._directory)
+
+    def kill(self) -> None:
+        self._server.kill()
+
+
+class RunningServer(Target):
+    """A server that somebody else started and will stop."""
+
+    def __init__(
+        self,
+        url: str,
+        directory: Path,
+        expected: Callable[[DatasetInfo], list[str]],
+        api_key: str | None,
+        grace_s: float,
+    ) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            url: the server's.
+            directory: the dataset it captures into.
+            expected: names the settings that the user asked for and the dataset does not have.
+            api_key: for servers that want one.
+            grace_s: how long the server may take to answer.
+        """
+        self._url = url
+        self._directory = directory
+        self._expected = expected
+        self._api_key = api_key
+        self._grace_s = grace_s
+        self._opened = False
+
+    async def open(self, say: Say) -> list[SessionRecord]:
+        self.client = ServerClient(self._url, api_key=self._api_key)
+        self._opened = True
+        if not await self.client.wait_healthy(self._grace_s):
+            raise EngineError(f"{self._url}: no healthy SGLang server answered within {self._grace_s:g} s")
+        await self._check_output_dir()
+        sessions = [record for record in read_sessions(self._directory) if record.state in ("ready", "stopped")]
+        sessions = [record for record in sessions if _may_live(record)]
+        if not sessions:
+            raise EngineError(
+                f"{self._url} answers, but no server captures into {self._directory}: start it with `hs-capture serve "
+                f"--output {self._directory}`, and see its log for a warning about sglang_hs_capture"
+            )
+        if differences := self._expected(read_info(self._directory)):
+            raise DatasetMismatchError(f"the server at {self._url} captures differently: {'; '.join(differences)}")
+        say(f"The server at {self._url} captures {', '.join(sessions[0].model['columns'])} into {self._directory}.")
+        return sessions
+
+    async def _check_output_dir(self) -> None:
+        """Compare the output directories where the server tells its own."""
+        info = await self.client.server_info()
+        there = output_dir_of(info)
+        if there and Path(there).resolve() != self._directory.resolve():
+            raise EngineError(f"the server at {self._url} captures into {there}, not into --output {self._directory}")
+
+    def check_alive(self) -> None:
+        """Nothing is known of somebody else's process; a lost connection tells."""
+
+    async def close(self) -> None:
+        if self._opened:
+            await self.client.close()
+
+    def kill(self) -> None:
+        """Somebody else's server goes on."""
+
+
+def output_dir_of(server_info: Mapping[str, Any]) -> str | None:
+    """The directory a server captures into, from its own account of its settings; None where it does not tell."""
+    try:
+        overrides = json.loads(server_info.get("json_model_override_args") or "{}")
+        if CONFIG_KEY not in overrides:
+            overrides = json.loads((Path(server_info["model_path"]) / "config.json").read_text(encoding="utf-8"))
+        return str(overrides[CONFIG_KEY]["output_dir"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _may_live(record: SessionRecord) -> bool:
+    """Whether the process of a session may still be there; of another host's it cannot be known."""
+    if record.host != socket.gethostname():
+        return True
+    try:
+        os.kill(record.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -1,0 +1,76 @@
+"""What the capturing processes write, followed while they write it: acknowledged samples, failures, and their state."""
+
+from pathlib import Path
+
+from sglang_hs_capture.errors import DiskFullError, StoreError
+from sglang_hs_capture.store.journal import JournalTail
+from sglang_hs_capture.store.replay import journal_path, journal_writers
+from sglang_hs_capture.store.schema import FailureRecord, SampleRecord
+from sglang_hs_capture.store.session import Counters, SessionRecord, read_sessions
+
+
+class JournalWatch:
+    """Follows every journal of a dataset, those included that appear later."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._tails: dict[str, JournalTail] = {}
+
+    def poll(self) -> list[SampleRecord | FailureRecord]:
+        """The samples acknowledged and the failures recorded since the last call.
+
+        Raises:
+            CorruptionError: a journal is damaged.
+        """
+        found: list[SampleRecord | FailureRecord] = []
+        for writer in journal_writers(self._directory):
+            tail = self._tails.setdefault(writer, JournalTail(journal_path(self._directory, writer)))
+            for raw in tail.poll():
+                if raw["t"] == "sample":
+                    found.append(SampleRecord.from_json(raw))
+                elif raw["t"] == "failed":
+                    found.append(FailureRecord.from_json(raw))
+        return found
+
+
+class SessionWatch:
+    """Follows the session records of one server's writers; counters are told from the start of the watch."""
+
+    def __init__(self, directory: Path, sessions: list[SessionRecord]) -> None:
+        self._directory = directory
+        self._latest = {record.writer: record for record in sessions}
+        self._base = {record.session_id: record.counters for record in sessions}
+
+    def poll(self) -> list[SessionRecord]:
+        """Read the records anew.
+
+        Raises:
+            DiskFullError, StoreError: capture has stopped while the server lives on.
+        """
+        for record in read_sessions(self._directory):
+            if record.writer in self._latest:
+                self._latest[record.writer] = record
+        return list(self._latest.values())
+
+    def check(self) -> None:
+        """Raise if capture has stopped.
+
+        Raises:
+            DiskFullError, StoreError: with the capturing process's own reason.
+        """
+        for record in self._latest.values():
+            if record.state == "stopped":
+                reason = record.error or "no reason given"
+                kind = DiskFullError if "space" in reason or "room" in reason else StoreError
+                safe = "" if "acknowledged" in reason else "; all acknowledged samples are safe"
+                raise kind(f"capture has stopped: {reason}{safe}; run again to go on")
+
+    def counters(self) -> Counters:
+        """What all writers together have done since the watch began."""
+        total = Counters()
+        for record in self._latest.values():
+            base = self._base.get(record.session_id, Counters())
+            for name, value in vars(record.counters).items():
+                gain = value if name == "ring_bytes" else value - getattr(base, name)
+                setattr(total, name, getattr(total, name) + gain)
+        return total

@@ -1,0 +1,160 @@
+"""A server that plays SGLang with the capture plugin: it answers ``/generate`` and writes a real dataset."""
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from aiohttp import web
+
+from sglang_hs_capture.data.records import Sample
+from sglang_hs_capture.driver.progress import ProgressView
+from sglang_hs_capture.store.hashing import end_hash, prefix_hashes
+from sglang_hs_capture.store.identity import model_identity
+from sglang_hs_capture.store.schema import DatasetInfo
+from sglang_hs_capture.store.session import Counters, SessionRecord, write_session
+from sglang_hs_capture.store.writer import StoreWriter
+
+INFO = DatasetInfo(
+    boundaries=(1,),
+    columns=("boundary:1", "final:pre_norm"),
+    num_layers=4,
+    hidden_size=2,
+    dtype="float32",
+    model_path="/models/tiny",
+    architecture="DeepseekV3ForCausalLM",
+    config_hash="0" * 64,
+    final_norm_eps=1e-6,
+    created_at="2025-01-01T00:00:00.000Z",
+    sglang_version="0.5.23",
+)
+
+
+def make_sample(name: str, length: int = 5, line: int = 1) -> Sample:
+    """A sample whose tokens follow from its name."""
+    ids = np.frombuffer((name * length).encode()[:length], dtype=np.uint8).astype(np.int64)
+    mask = np.zeros(length, dtype=np.uint8)
+    mask[length // 2 :] = 1
+    return Sample(name, f"data.jsonl:{line}", ids, mask)
+
+
+class FakeServer:
+    """Serves on a free port of this machine, in the running event loop.
+
+    ``behave`` gets each request's number and rid, and says what happens to it: ``ok``, ``mismatch`` (states of other
+    tokens are stored), ``failed`` (the journal says so), ``silent`` (never acknowledged), ``refuse`` (HTTP 400),
+    ``error`` (HTTP 500), ``cut`` (the connection breaks), ``late`` (acknowledged when the next request comes).
+    """
+
+    def __init__(self, directory: Path, behave: Callable[[int, str], str] = lambda number, rid: "ok") -> None:
+        self.directory = directory
+        self.behave = behave
+        self.requests: list[str] = []
+        self.url = ""
+        self.record = SessionRecord(
+            writer="dp0-pp0",
+            session_id="5e55" * 8,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            state="ready",
+            rid_prefix="hs-",
+            max_prompt_tokens=100,
+            model=model_identity(INFO),
+            counters=Counters(rows=1000, blocked_s=5.0),
+        )
+        self._late: list[tuple[str, list[int]]] = []
+
+    async def __aenter__(self) -> Self:
+        self.store = StoreWriter.open(
+            self.directory, "dp0-pp0", INFO, session_id=self.record.session_id, shard_bytes=2**20, min_free_bytes=0
+        )
+        write_session(self.directory, self.record)
+        app = web.Application()
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/server_info", self._info)
+        app.router.add_post("/generate", self._generate)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        await self._listen(0)
+        return self
+
+    async def _listen(self, port: int) -> None:
+        self._site = web.TCPSite(self._runner, "127.0.0.1", port)
+        await self._site.start()
+        port = self._runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{port}"
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+        self.store.close()
+
+    async def go_away(self) -> None:
+        """Stop listening; what is connected stays."""
+        await self._site.stop()
+
+    async def come_back(self) -> None:
+        """Listen again where it did before."""
+        await self._listen(int(self.url.rpartition(":")[2]))
+
+    def stop_capture(self, reason: str) -> None:
+        """Say in the session record that capture has ended."""
+        self.record.state, self.record.error = "stopped", reason
+        write_session(self.directory, self.record)
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _info(self, _: web.Request) -> web.Response:
+        overrides = {"hs_capture": {"output_dir": str(self.directory)}}
+        return web.json_response({"json_model_override_args": json.dumps(overrides)})
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        rid, ids = body["rid"], body["input_ids"]
+        number = len(self.requests)
+        self.requests.append(rid)
+        action = self.behave(number, rid)
+        for late_rid, late_ids in self._late:
+            self.capture(late_rid, late_ids)
+        self._late.clear()
+        if action == "cut":
+            request.transport.abort()
+        if action == "refuse":
+            return web.json_response({"error": {"message": "The input is not to my liking."}}, status=400)
+        if action == "error":
+            return web.json_response({"error": {"message": "out of luck"}}, status=500)
+        if action == "late":
+            self._late.append((rid, ids))
+        if action == "failed":
+            self.store.add_failure(rid, "non_finite", "state 0 at position 3")
+            self.store.commit()
+        if action in {"ok", "mismatch"}:
+            self.capture(rid, ids if action == "ok" else [*ids[:-1], ids[-1] + 1])
+        await asyncio.sleep(0)
+        return web.json_response({"output_ids": [], "meta_info": {"prompt_tokens": len(ids)}})
+
+    def capture(self, rid: str, ids: list[int]) -> None:
+        """Store rows for these tokens and acknowledge them."""
+        tokens = np.array(ids, dtype=np.int64)
+        rows = np.zeros(len(ids) * INFO.row_bytes, dtype=np.uint8)
+        extents = self.store.append(rows, tokens, np.arange(len(ids)), prefix_hashes(tokens, 0, 0))
+        self.store.add_sample(rid, len(ids), extents, end_hash(tokens))
+        self.store.commit()
+
+
+class Lines(ProgressView):
+    """Keeps what a run says."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.snapshots: list[Any] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def update(self, snapshot: Any) -> None:
+        self.snapshots.append(snapshot)
