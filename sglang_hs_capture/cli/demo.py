@@ -1,0 +1,137 @@
+"""``hs-capture demo``: the whole way on any machine, from a tiny model to states proven right."""
+
+import importlib.resources
+import json
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sglang_hs_capture.cli import inspect, options
+from sglang_hs_capture.cli.run import CPU_NOTICE, report
+from sglang_hs_capture.driver.device import Device, use_cpu
+from sglang_hs_capture.driver.progress import make_view
+from sglang_hs_capture.driver.run import RunSettings
+from sglang_hs_capture.driver.source import Source, count_lines
+from sglang_hs_capture.driver.start import run_on_own_server
+from sglang_hs_capture.errors import CorruptionError
+from sglang_hs_capture.store.index import load_index
+
+DEFAULT_OUTPUT = Path("demo-output")
+CHUNK = 64
+TOLERANCE = 1e-5
+START_TIMEOUT_S = 900.0
+
+
+def demo(
+    ctx: typer.Context,
+    output: Annotated[Path, typer.Option(help="Where the model and the dataset go.")] = DEFAULT_OUTPUT,
+    device: options.DeviceOption = Device.AUTO,
+) -> None:
+    """Capture shipped conversations from a tiny Kimi-K2.5 model and compare every state with transformers'.
+
+    Run it again to see a capture go on; what is there is kept.
+    """
+    model, dataset = output / "model", output / "dataset"
+    cpu = use_cpu(device)
+    data = conversations()
+    _make_model(model)
+    capture = options.make_capture(
+        dataset,
+        layers=None,
+        final=None,
+        dtype=options.Dtype.FLOAT32,
+        rid_prefix=options.DEFAULT_PREFIX,
+        ring_gb=1 / 16,
+        shard_gb=1 / 16,
+        min_free_gb=0.25,
+        cpu=cpu,
+    )
+    sglang_args = ["--dtype", "float32", "--chunked-prefill-size", str(CHUNK), *(ctx.obj or [])]
+    settings = RunSettings(output=dataset.absolute())
+    with make_view(count_lines([data])) as view:
+        if cpu and device is Device.AUTO:
+            view.say(CPU_NOTICE)
+        source = Source([data], tokenizer=str(model))
+        summary = run_on_own_server(
+            str(model),
+            source,
+            capture,
+            settings,
+            view,
+            sglang_args=sglang_args,
+            cpu=cpu,
+            start_timeout_s=START_TIMEOUT_S,
+        )
+    report(summary)
+    if summary.exit_code:
+        raise typer.Exit(summary.exit_code)
+    verify(dataset, model)
+    typer.echo("")
+    for line in inspect.lines(inspect.describe(dataset, load_index(dataset))):
+        typer.echo(line)
+    typer.echo("")
+    for line in next_steps(dataset):
+        typer.echo(line)
+
+
+def conversations() -> Path:
+    """The shipped conversations."""
+    return Path(str(importlib.resources.files("sglang_hs_capture.demo") / "conversations.jsonl"))
+
+
+def _make_model(model: Path) -> None:
+    """Write the tiny checkpoint unless it is there, complete."""
+    if (model / "config.json").exists():
+        return
+    typer.echo(f"Making a tiny Kimi-K2.5 model with random weights in {model} ...")
+    from sglang_hs_capture.demo.checkpoint import make_kimi_k25
+
+    building = model.with_name(f".{model.name}.building")
+    shutil.rmtree(building, ignore_errors=True)
+    shutil.rmtree(model, ignore_errors=True)
+    make_kimi_k25(building)
+    building.rename(model)
+
+
+def verify(dataset: Path, model: Path) -> None:
+    """Compare every sample with ``transformers`` and print the outcome.
+
+    Raises:
+        CorruptionError: a state differs by more than the tolerance.
+    """
+    typer.echo("\nComparing every captured state with transformers, in float32 ...")
+    from sglang_hs_capture.reader.dataset import HiddenStateDataset
+    from sglang_hs_capture.verify.parity import compare
+
+    captured = HiddenStateDataset(dataset)
+    found = compare(captured, model)
+    lengths = [sample.length for sample in captured.samples]
+    longer = sum(length > CHUNK for length in lengths)
+    typer.echo(
+        f"{found.samples} prompts of {min(lengths)} to {max(lengths)} tokens, {longer} of them longer than the chunk "
+        f"of {CHUNK}; {found.tokens:,} tokens in all."
+    )
+    typer.echo(f"{'state':<16} {'max relative error':>18}")
+    for column in found.columns:
+        typer.echo(f"{column.column:<16} {column.relative:>18.2e}")
+    if not found.worst <= TOLERANCE:
+        raise CorruptionError(
+            f"a captured state differs from transformers' by {found.worst:.2e}, more than {TOLERANCE:g}"
+        )
+    typer.echo(f"All captured states agree with transformers to {TOLERANCE:g}.")
+
+
+def next_steps(dataset: Path) -> list[str]:
+    """What a user would do next."""
+    quoted = json.dumps(str(dataset))
+    return [
+        "Next:",
+        "  Read it in a trainer:  from sglang_hs_capture import HiddenStateDataset",
+        f"                         sample = HiddenStateDataset({quoted})[0]",
+        '                         sample["input_ids"], sample["hidden_states"], sample["loss_mask"]',
+        "  Capture from a real model, for example on eight GPUs:",
+        "      hs-capture run --model moonshotai/Kimi-K2.5 --data conversations.jsonl --output states \\",
+        "          --trust-remote-code -- --tp-size 8",
+    ]

@@ -1,0 +1,151 @@
+"""``hs-capture inspect``: what a dataset holds, for a person or as JSON."""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sglang_hs_capture.layers import draft_ids, output_of_layer_ids
+from sglang_hs_capture.store.index import DatasetIndex, load_index
+from sglang_hs_capture.store.schema import DatasetInfo
+
+SHOWN_REASONS = 5
+GB = 1e9
+
+
+def inspect(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The dataset.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what a dataset holds, and which layer ids a draft model's config needs."""
+    account = describe(directory, load_index(directory))
+    if as_json:
+        typer.echo(json.dumps(account, indent=2))
+        return
+    for line in lines(account):
+        typer.echo(line)
+
+
+def describe(directory: Path, index: DatasetIndex) -> dict[str, Any]:
+    """The account of a dataset, ready for JSON."""
+    info = index.info
+    rows = sum(entry.state.rows for entry in index.shards)
+    used = _used_rows(index)
+    finished = sum(entry.state.finished for entry in index.shards)
+    return {
+        "path": str(directory),
+        "model": {
+            "path": info.model_path,
+            "architecture": info.architecture,
+            "config_hash": info.config_hash,
+            "num_layers": info.num_layers,
+            "hidden_size": info.hidden_size,
+            "final_norm_eps": info.final_norm_eps,
+        },
+        "boundaries": list(info.boundaries),
+        "columns": list(info.columns),
+        "dtype": info.dtype,
+        "created_at": info.created_at,
+        "sglang_version": info.sglang_version,
+        "samples": len(index.samples),
+        "tokens": sum(sample.length for sample in index.samples),
+        "rows": rows,
+        "rows_without_sample": rows - used,
+        "bytes": rows * info.row_bytes,
+        "shards": {"finished": finished, "unfinished": len(index.shards) - finished},
+        "requests": {
+            "asked": len(index.requested),
+            "pending": len(index.pending),
+            "dropped": len(index.dropped),
+            "failed": len(index.failed),
+            "mismatched": len(index.mismatched),
+        },
+        "reasons": _reasons(index),
+        "draft_ids": {**draft_ids(info.boundaries), "final": _final_ids(info)},
+        "sessions": [
+            {
+                "writer": record.writer,
+                "state": record.state,
+                "error": record.error,
+                "updated_at": record.updated_at,
+                "counters": vars(record.counters),
+            }
+            for record in index.sessions
+        ],
+    }
+
+
+def _final_ids(info: DatasetInfo) -> dict[str, int]:
+    """How those name the final state that list it among the layers."""
+    return {"boundary": info.num_layers, "output_of_layer": output_of_layer_ids([info.num_layers])[0]}
+
+
+def _reasons(index: DatasetIndex) -> dict[str, int]:
+    """How often samples were given up or failed, by reason, the most frequent first."""
+    given_up = [record.reason for record in index.dropped] + [entry.reason for entry in index.failed]
+    return dict(Counter(given_up).most_common())
+
+
+def _used_rows(index: DatasetIndex) -> int:
+    """Rows that belong to at least one sample; a row shared by several counts once."""
+    extents: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
+    for sample in index.samples:
+        for part in sample.parts:
+            for shard, start, count in part.extents:
+                extents[part.writer, shard].append((start, start + count))
+    return sum(_covered(ranges) for ranges in extents.values())
+
+
+def _covered(ranges: Iterable[tuple[int, int]]) -> int:
+    total, reached = 0, 0
+    for start, end in sorted(ranges):
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def lines(account: dict[str, Any]) -> list[str]:
+    """The account for a person."""
+    model, requests, shards = account["model"], account["requests"], account["shards"]
+    share = account["rows_without_sample"] / account["rows"] if account["rows"] else 0.0
+    shown = [
+        f"Dataset      {account['path']}",
+        f"Model        {model['path']} ({model['architecture']})",
+        f"             {model['num_layers']} layers of {model['hidden_size']} elements",
+        f"Captured by  SGLang {account['sglang_version']}, from {account['created_at']}",
+        f"States       {', '.join(account['columns'])}, {account['dtype']}",
+        f"Samples      {account['samples']:,} ({account['tokens']:,} tokens)",
+        f"Rows         {account['rows']:,} ({account['bytes'] / GB:.3f} GB), {share:.1%} of them in no sample",
+        f"Shards       {shards['finished']:,} finished, {shards['unfinished']:,} unfinished",
+        f"Requests     {requests['asked']:,} asked for, {requests['pending']:,} still missing, "
+        f"{requests['dropped']:,} dropped, {requests['failed']:,} failed, {requests['mismatched']:,} of other tokens",
+    ]
+    shown += [f"  {count:,} x {reason}" for reason, count in list(account["reasons"].items())[:SHOWN_REASONS]]
+    for session in account["sessions"]:
+        reason = f": {session['error']}" if session["error"] else ""
+        counters = session["counters"]
+        shown.append(
+            f"Session      {session['writer']} {session['state']}{reason} ({counters['rows']:,} rows, "
+            f"{counters['samples']:,} samples, ring full {counters['blocked_s']:.1f} s, {session['updated_at']})"
+        )
+    return shown + _draft_lines(account["draft_ids"])
+
+
+def _draft_lines(ids: dict[str, Any]) -> list[str]:
+    final = ids["final"]
+    shown = ["", "Layer ids for a draft model's config, by who reads them:"]
+    if "sglang" in ids:
+        setting = json.dumps({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids["sglang"]}})
+        shown.append(f"  SGLang 0.5.17 to 0.5.23              {setting}")
+    else:
+        shown.append("  SGLang                               cannot serve a draft model whose first boundary is 1")
+    if "output_of_layer" in ids:
+        shown.append(
+            f"  SpecForge, ModelOpt, speculators 0.4 {ids['output_of_layer']}, final {final['output_of_layer']}"
+            '  ("output of layer i")'
+        )
+    shown.append(f"  vLLM, speculators 0.9                {ids['boundary']}, final {final['boundary']}  (boundaries)")
+    return shown

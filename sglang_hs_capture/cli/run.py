@@ -1,0 +1,154 @@
+"""``hs-capture run``: conversations in, a dataset of hidden states out."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sglang_hs_capture.cli import options
+from sglang_hs_capture.driver.delivery import DeliverySettings
+from sglang_hs_capture.driver.device import Device, use_cpu
+from sglang_hs_capture.driver.intake import OnBadInput
+from sglang_hs_capture.driver.progress import make_view
+from sglang_hs_capture.driver.pump import PumpSettings
+from sglang_hs_capture.driver.run import RunSettings
+from sglang_hs_capture.driver.source import Source, count_lines, parse_template_kwargs
+from sglang_hs_capture.driver.start import Wanted, run_on_own_server, run_on_running_server
+from sglang_hs_capture.driver.summary import Summary
+from sglang_hs_capture.errors import ConfigError
+from sglang_hs_capture.store.session import read_sessions
+
+CPU_NOTICE = "No GPU is visible: running on the CPU platform, which is exact but slow."
+TRUST_FLAG = "--trust-remote-code"
+
+
+def run(
+    ctx: typer.Context,
+    *,
+    data: Annotated[list[Path], typer.Option(help="A conversation file; may be given several times.")],
+    output: options.OutputOption,
+    model: Annotated[
+        str | None, typer.Option(help="The model: a directory, or a hub id. With --server, the server's by default.")
+    ] = None,
+    layers: options.LayersOption = None,
+    final: options.FinalOption = None,
+    dtype: options.DtypeOption = None,
+    on_bad_input: Annotated[
+        OnBadInput, typer.Option(help="Stop at a line or sample that cannot be captured, or leave it out.")
+    ] = OnBadInput.STOP,
+    limit: Annotated[int | None, typer.Option(min=1, help="Look at so many samples of the input only.")] = None,
+    server: Annotated[
+        str | None, typer.Option(help="URL of a running server that captures into --output; none is started.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="The key that the server of --server wants.")] = None,
+    max_length: Annotated[int | None, typer.Option(min=1, help="Longer prompts are bad input.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer other than the model's.")] = None,
+    chat_template: Annotated[Path | None, typer.Option(help="A file with another chat template.")] = None,
+    chat_template_kwargs: Annotated[
+        str | None, typer.Option(help="Settings for the chat template, as a JSON object.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option(TRUST_FLAG, help="Let the model's tokenizer and config run code of their own.")
+    ] = False,
+    max_in_flight: Annotated[int, typer.Option(min=1, help="Most prompts in flight.")] = PumpSettings.max_prompts,
+    ack_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds after the server's reply in which a sample must be on disk.")
+    ] = DeliverySettings.ack_timeout_s,
+    attempts: Annotated[
+        int, typer.Option(min=1, help="Times a sample is sent before it is given up.")
+    ] = DeliverySettings.attempts,
+    rid_prefix: options.RidPrefixOption = options.DEFAULT_PREFIX,
+    ring_gb: options.RingOption = None,
+    shard_gb: options.ShardOption = 4.0,
+    min_free_gb: options.FloorOption = 2.0,
+    device: options.DeviceOption = Device.AUTO,
+    start_timeout: Annotated[float, typer.Option(min=1, help="Seconds the server may take to start.")] = 7200.0,
+    json_summary: Annotated[Path | None, typer.Option(help="Write the summary to this file as well.")] = None,
+) -> None:
+    """Capture hidden states of conversations.
+
+    Starts SGLang with the capture classes, sends every conversation once, and waits until its states are safely on
+    disk. Run the same command again to go on after any interruption. Everything after -- goes to SGLang.
+    """
+    settings = RunSettings(
+        output=output.expanduser().resolve(),
+        on_bad_input=on_bad_input,
+        limit=limit,
+        max_length=max_length,
+        delivery=DeliverySettings(attempts=attempts, ack_timeout_s=ack_timeout),
+        pump=PumpSettings(max_prompts=max_in_flight),
+    )
+    sglang_args: list[str] = ctx.obj or []
+    trust_remote_code = trust_remote_code or TRUST_FLAG in sglang_args
+    source = Source(
+        paths=data,
+        tokenizer=tokenizer or model or "",
+        chat_template=chat_template,
+        template_kwargs=parse_template_kwargs(chat_template_kwargs),
+        trust_remote_code=trust_remote_code,
+    )
+    if server is not None:
+        if sglang_args:
+            raise ConfigError("flags after '--' are for a server that this command starts; with --server there is none")
+        wanted = Wanted(layers, final, dtype.value if dtype else None)
+        source = replace(source, tokenizer=source.tokenizer or _served_model(settings.output))
+        with make_view(_total(data, limit)) as view:
+            summary = run_on_running_server(server, source, settings, view, model=model, wanted=wanted, api_key=api_key)
+    else:
+        if model is None:
+            raise ConfigError("--model: expected a directory or a hub id; only --server does without")
+        cpu = use_cpu(device)
+        capture = options.make_capture(
+            output,
+            layers=layers,
+            final=final,
+            dtype=dtype,
+            rid_prefix=rid_prefix,
+            ring_gb=ring_gb,
+            shard_gb=shard_gb,
+            min_free_gb=min_free_gb,
+            cpu=cpu,
+        )
+        if trust_remote_code and TRUST_FLAG not in sglang_args:
+            sglang_args = [TRUST_FLAG, *sglang_args]
+        with make_view(_total(data, limit)) as view:
+            if cpu and device is Device.AUTO:
+                view.say(CPU_NOTICE)
+            summary = run_on_own_server(
+                model,
+                source,
+                capture,
+                settings,
+                view,
+                sglang_args=sglang_args,
+                cpu=cpu,
+                start_timeout_s=start_timeout,
+            )
+    report(summary, json_summary)
+    raise typer.Exit(summary.exit_code)
+
+
+def report(summary: Summary, file: Path | None = None) -> None:
+    """Print the account of a run, and write it to ``file`` where one is named."""
+    for line in summary.lines():
+        typer.echo(line)
+    if summary.ended:
+        typer.echo(f"error: {summary.ended}", err=True)
+    if file is not None:
+        file.write_text(json.dumps(summary.to_json(), indent=2) + "\n", encoding="utf-8")
+
+
+def _served_model(output: Path) -> str:
+    """The model that a running server captures from, by its session record; empty if there is none."""
+    sessions = read_sessions(output) if output.is_dir() else []
+    return next((str(record.model["model_path"]) for record in sessions if record.model), "")
+
+
+def _total(data: list[Path], limit: int | None) -> int | None:
+    """Number of samples, for the progress bar; missing files are told later and better."""
+    if not all(path.is_file() for path in data):
+        return limit
+    lines = count_lines(data)
+    return lines if limit is None else min(limit, limit if lines is None else lines)

@@ -1,0 +1,57 @@
+"""``hs-capture serve``: SGLang with the capture classes, by the documented plain command."""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from sglang_hs_capture.cli import options
+from sglang_hs_capture.driver.check import check_output, find_model
+from sglang_hs_capture.driver.device import Device, use_cpu
+from sglang_hs_capture.driver.launch import plan_server
+from sglang_hs_capture.store import fs
+
+
+def serve(
+    ctx: typer.Context,
+    *,
+    model: options.ModelOption,
+    output: options.OutputOption,
+    layers: options.LayersOption = None,
+    final: options.FinalOption = None,
+    dtype: options.DtypeOption = None,
+    rid_prefix: options.RidPrefixOption = options.DEFAULT_PREFIX,
+    ring_gb: options.RingOption = None,
+    shard_gb: options.ShardOption = 4.0,
+    min_free_gb: options.FloorOption = 2.0,
+    device: options.DeviceOption = Device.AUTO,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and do nothing else.")] = False,
+) -> None:
+    """Serve a model with SGLang and capture the requests whose id has the prefix.
+
+    Prints the plain command that it runs, ready to be copied. Everything after -- goes to SGLang.
+    """
+    cpu = use_cpu(device)
+    capture = options.make_capture(
+        output,
+        layers=layers,
+        final=final,
+        dtype=dtype,
+        rid_prefix=rid_prefix,
+        ring_gb=ring_gb,
+        shard_gb=shard_gb,
+        min_free_gb=min_free_gb,
+        cpu=cpu,
+    )
+    plan = plan_server(model, capture, ctx.obj or [], cpu=cpu)
+    config = find_model(model)
+    typer.echo(plan.shell_line())
+    if dry_run:
+        return
+    directory = output.expanduser().resolve()
+    with fs.io_errors(directory, "create the dataset"):
+        fs.make_dir(directory)
+    check_output(directory, config, plan.capture)
+    sys.stdout.flush()
+    os.execvpe(plan.command[0], list(plan.command), {**os.environ, **plan.environment})
