@@ -1,0 +1,196 @@
+"""Disks that fail: stand-ins for the ``os`` module that the store's ``fs`` calls."""
+
+import os
+import random
+import signal
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from sglang_hs_capture.store import fs
+
+CHANGING = ("open", "pwrite", "fsync", "rename", "unlink", "mkdir", "ftruncate")
+
+
+class FaultyOS:
+    """Counts the calls that change something, and consults ``before`` ahead of each."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        return self._counted(name, real) if name in CHANGING else real
+
+    def _counted(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if name == "open" and not args[1] & os.O_CREAT:
+                return real(*args)
+            step, self.steps = self.steps, self.steps + 1
+            self.calls.append(name)
+            self.before(step, name, args)
+            result = real(*args)
+            self.after(name, args, result)
+            return result
+
+        return call
+
+    def before(self, step: int, name: str, args: tuple[Any, ...]) -> None:
+        """Called ahead of each step."""
+
+    def after(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """Called behind each step."""
+
+
+class KillAt(FaultyOS):
+    """Ends this process by SIGKILL at a step, writing half of what a write was to write if ``torn``."""
+
+    def __init__(self, step: int, torn: bool) -> None:
+        super().__init__()
+        self.kill_step = step
+        self.torn = torn
+
+    def before(self, step: int, name: str, args: tuple[Any, ...]) -> None:
+        if step == self.kill_step:
+            if self.torn and name == "pwrite":
+                fd, data, offset = args
+                os.pwrite(fd, data[: len(data) // 2], offset)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class FailAt(FaultyOS):
+    """Fails one call with an error of the operating system, a write after half of its bytes."""
+
+    def __init__(self, code: int, name: str, path_part: str, skip: int = 0) -> None:
+        super().__init__()
+        self.code, self.name, self.path_part, self.skip = code, name, path_part, skip
+        self.failed = False
+
+    def before(self, step: int, name: str, args: tuple[Any, ...]) -> None:
+        if self.failed or name != self.name or self.path_part not in path_of(args[0]):
+            return
+        if self.skip:
+            self.skip -= 1
+            return
+        self.failed = True
+        if name == "pwrite":
+            fd, data, offset = args
+            os.pwrite(fd, data[: len(data) // 2], offset)
+        raise OSError(self.code, os.strerror(self.code))
+
+
+class ShortWrites(FaultyOS):
+    """Writes at most three bytes a call, and reads at most two."""
+
+    def _counted(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        if name == "pwrite":
+            return lambda fd, data, offset: os.pwrite(fd, data[:3], offset)
+        return super()._counted(name, real)
+
+    def preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int:
+        return os.preadv(fd, [buffers[0][:2]], offset)
+
+
+def path_of(target: Any) -> str:
+    """The path of a file descriptor or of a path."""
+    return os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else str(target)
+
+
+class PowerLossError(BaseException):
+    """The power went."""
+
+
+class ForgetfulOS(FaultyOS):
+    """A disk that keeps only what was made durable, when the power goes at a step.
+
+    For each file it knows the content at its last ``fsync``; for each folder the names at its last ``fsync`` and all
+    states since. ``materialise`` writes one of the many states that the disk may be in.
+    """
+
+    def __init__(self, root: Path, step: int) -> None:
+        super().__init__()
+        self.root = root
+        self.loss_step = step
+        self.content: dict[int, bytes] = {}
+        self.names: dict[int, list[dict[str, int]]] = {root.stat().st_ino: [{}]}
+        self.folders: set[int] = {root.stat().st_ino}
+        self._held: list[int] = []
+
+    def before(self, step: int, name: str, args: tuple[Any, ...]) -> None:
+        if step == self.loss_step:
+            raise PowerLossError
+
+    def after(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        if name == "open":
+            # Kept open: the number of a removed file's inode must not be given to another file.
+            self._held.append(os.open(args[0], os.O_RDONLY))
+        if name == "mkdir":
+            self.folders.add(os.stat(args[0]).st_ino)
+            self.names[os.stat(args[0]).st_ino] = [{}]
+        if name in ("open", "mkdir", "unlink"):
+            self._changed(Path(args[0]).parent)
+        elif name == "rename":
+            self._changed(Path(args[1]).parent)
+        elif name == "fsync":
+            self._durable(args[0])
+
+    def _changed(self, folder: Path) -> None:
+        self.names[folder.stat().st_ino].append({entry.name: entry.inode() for entry in os.scandir(folder)})
+
+    def _durable(self, fd: int) -> None:
+        status = os.fstat(fd)
+        if stat.S_ISDIR(status.st_mode):
+            history = self.names.get(status.st_ino)
+            if history:
+                del history[:-1]
+        else:
+            self.content[status.st_ino] = Path(path_of(fd)).read_bytes()
+
+    def materialise(self, target: Path, rng: random.Random | None) -> None:
+        """Write a state after the loss: with ``rng`` one at random, otherwise only what was made durable."""
+        current = {p.stat().st_ino: p.read_bytes() for p in self.root.rglob("*") if p.is_file()}
+        self._materialise(self.root.stat().st_ino, target, current, rng)
+
+    def _materialise(self, folder: int, target: Path, current: dict[int, bytes], rng: random.Random | None) -> None:
+        target.mkdir(parents=True)
+        history = self.names[folder]
+        for name, inode in (rng.choice(history) if rng else history[0]).items():
+            if inode in self.folders:
+                self._materialise(inode, target / name, current, rng)
+                continue
+            durable = self.content.get(inode, b"")
+            now = current.get(inode, durable)
+            (target / name).write_bytes(_mix(name, durable, now, rng) if rng else durable)
+
+    def release(self) -> None:
+        """Close what is open below the root: the store that lost its power will not."""
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError):
+                if Path(path_of(fd).removesuffix(" (deleted)")).is_relative_to(self.root):
+                    os.close(fd)
+
+
+def _mix(name: str, durable: bytes, now: bytes, rng: random.Random) -> bytes:
+    """A content between the durable and the current one: any blocks, but for a journal, which grows in order."""
+    if name.endswith(".jsonl"):
+        return now[: rng.randint(len(durable), len(now))] if len(now) >= len(durable) else durable
+    size = rng.choice((len(durable), len(now)))
+    blocks = []
+    for start in range(0, size, 16):
+        source = rng.choice((durable, now))
+        blocks.append(source[start : start + 16].ljust(min(16, size - start), b"\0"))
+    return b"".join(blocks)
+
+
+@contextmanager
+def disk(replacement: FaultyOS) -> Iterator[Any]:
+    """Let the store's ``fs`` call ``replacement`` instead of ``os``."""
+    real = fs.os
+    fs.os = replacement  # type: ignore[assignment]
+    try:
+        yield replacement
+    finally:
+        fs.os = real
