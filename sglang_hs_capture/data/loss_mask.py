@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from sglang_hs_capture.data.records import BadRow, Conversation, LossMask, Message, TokenIds
+from sglang_hs_capture.data.records import BadRow, Conversation, LossMask, Message, TokenIds, shown
 from sglang_hs_capture.data.template import ChatTemplate, Offsets, Span
 
 _REWRITES = (
@@ -33,7 +33,7 @@ def tokenize(template: ChatTemplate, conversation: Conversation, stop_ids: froze
         stop_ids: tokens that end an assistant's turn.
 
     Raises:
-        BadRow: the template rejects the conversation, or rewrites earlier turns.
+        BadRow: the template rejects the conversation, leaves tool calls out, or rewrites earlier turns.
     """
     marked = template.render_marked(conversation)
     if marked is not None and _plausible(*marked, conversation.messages):
@@ -41,6 +41,7 @@ def tokenize(template: ChatTemplate, conversation: Conversation, stop_ids: froze
     else:
         text = template.render(conversation)
         spans = prefix_spans(template, conversation, text)
+    _check_tool_calls(text, spans, conversation.messages)
     input_ids, offsets = template.encode_with_offsets(text)
     if not len(input_ids):
         raise BadRow("the chat template renders the conversation to no tokens")
@@ -82,13 +83,13 @@ def _turn_start(template: ChatTemplate, conversation: Conversation, index: int, 
     if not text.startswith(history):
         raise BadRow(_REWRITES.format(index=index))
     prompted = template.render(conversation, before, generation_prompt=True) if before else history
-    if prompted != history:
-        # Some headers open a reasoning block that the finished turn lacks: what both have in common is the header.
-        start = _common_prefix(prompted, text)
-    else:
-        # No header, or a template that ignores add_generation_prompt. Turns that begin in two ways show which.
-        probes = [[*before, {"role": "assistant", "content": content}] for content in ("A", "B")]
-        start = min(_common_prefix(template.render(conversation, probe), text) for probe in probes)
+    if prompted != history and text.startswith(prompted):
+        return len(prompted)
+    # The template ignores add_generation_prompt, has no header, or one that differs from a finished turn's (it opens a
+    # reasoning block, say, that the turn lacks). Two turns that begin differently show what they all begin with.
+    probes = [[*before, {"role": "assistant", "content": content}] for content in ("A", "B")]
+    header = min(_common_prefix(template.render(conversation, probe), text) for probe in probes)
+    start = max(header, _common_prefix(prompted, text))
     if start < len(history):
         raise BadRow(_REWRITES.format(index=index))
     return start
@@ -114,6 +115,18 @@ def _plausible(text: str, spans: Sequence[Span], messages: Sequence[Message]) ->
         return all(0 <= start <= end <= len(text) for start, end in spans)
     tails = [content.strip()[-_TAIL_CHARACTERS:] for content in contents]
     return all(tail in text[start:end] for tail, (start, end) in zip(tails, spans, strict=True))
+
+
+def _check_tool_calls(text: str, spans: Sequence[Span], messages: Sequence[Message]) -> None:
+    """Refuse a template that silently leaves tool calls out: an empty turn would be trained on in their place."""
+    for index, message in enumerate(messages):
+        for call in message.get("tool_calls", ()):
+            name = call["function"]["name"]
+            if not any(name in text[start:end] for start, end in spans):
+                raise BadRow(
+                    f"messages[{index}]: the chat template leaves out the call of the tool {shown(name)}; use one that "
+                    "supports tool calls"
+                )
 
 
 def _run_by_offsets(offsets: Offsets, span: Span) -> Span:

@@ -55,6 +55,42 @@ def parse_sharegpt(raw: Any, system: Any = None) -> list[Message]:
     return [{"role": "system", "content": system}, *messages]
 
 
+def with_names_in_ids(messages: Sequence[Message]) -> list[Message]:
+    """The same messages with Kimi-K2's ids of tool calls, ``functions.NAME:N`` with N counted over the conversation.
+
+    Kimi's templates show a call's id and not its function's name, so any other id would lose the name. An id that holds
+    the name is kept. Tool results follow their calls; one without an id is the next unanswered call's.
+    """
+    renamed: dict[str, str] = {}
+    unanswered: list[str] = []
+    calls_made = 0
+    result = []
+    for message in messages:
+        changed = dict(message)
+        if "tool_calls" in message:
+            changed["tool_calls"] = calls = [
+                _with_name_in_id(call, number) for number, call in enumerate(message["tool_calls"], start=calls_made)
+            ]
+            calls_made += len(calls)
+            unanswered.extend(call["id"] for call in calls)
+            renamed.update(
+                (old.get("id", ""), new["id"]) for old, new in zip(message["tool_calls"], calls, strict=True)
+            )
+        elif message["role"] == "tool":
+            old_id = message.get("tool_call_id") or ""
+            new_id = renamed.get(old_id, old_id) if old_id else next(iter(unanswered), "")
+            if new_id in unanswered:
+                unanswered.remove(new_id)
+            changed["tool_call_id"] = new_id
+        result.append(changed)
+    return result
+
+
+def _with_name_in_id(call: dict[str, Any], number: int) -> dict[str, Any]:
+    name = call["function"]["name"]
+    return call if name in call.get("id", "") else {**call, "id": f"functions.{name}:{number}"}
+
+
 def parse_tools(raw: Any) -> list[dict[str, Any]] | None:
     """Tool declarations in OpenAI's form, from a list or its JSON text; None where there are none.
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from sglang_hs_capture.data.messages import with_names_in_ids
 from sglang_hs_capture.data.records import BadRow, Conversation, Message, TokenIds, one_line
 from sglang_hs_capture.errors import InputError
 
@@ -59,10 +60,11 @@ def read_stop_ids(model_path: str) -> frozenset[int]:
 class ChatTemplate:
     """Renders conversations with a tokenizer's chat template.
 
-    Two things are put into one form before the template sees them. The role ``developer`` becomes ``system`` unless
+    Three things are put into one form before the template sees them. The role ``developer`` becomes ``system`` unless
     the template's source mentions it, since many templates silently drop roles that they do not know. The arguments of
     tool calls are given as objects, as SGLang's own chat endpoint does; a template that cannot take them, such as
-    DeepSeek-V3's, gets their JSON text. Settings of the run are overridden by the row's own ``chat_template_kwargs``.
+    DeepSeek-V3's, gets their JSON text. A template that shows the id of a tool call but not its name, as Kimi's do,
+    gets ids that hold the name. Settings of the run are overridden by the row's own ``chat_template_kwargs``.
     """
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -80,6 +82,8 @@ class ChatTemplate:
             raise InputError(f"the model's tokenizer has no chat template: {_HOW_ELSE}")
         self._source = "".join(source.values()) if isinstance(source, dict) else str(source or "")
         self._check_text_form()
+        self._names_in_ids = False
+        self._names_in_ids = self._shows_ids_without_names()
         self._marked = self._has_good_markers()
         self.stop_ids = self._find_stop_ids()
 
@@ -171,6 +175,8 @@ class ChatTemplate:
 
     def _try(self, apply: Callable[[list[Message]], _Rendered], messages: Sequence[Message]) -> _Rendered:
         keep_developer = "developer" in self._source
+        if self._names_in_ids:
+            messages = with_names_in_ids(messages)
         try:
             try:
                 return apply([_prepared(message, keep_developer, as_text=False) for message in messages])
@@ -205,6 +211,18 @@ class ChatTemplate:
                 f"the model's tokenizer ({type(self.tokenizer).__name__}) writes chats with tokens that have no text "
                 "form, so no loss mask can be found: pass rows tokenised before (input_ids and loss_mask)"
             )
+
+    def _shows_ids_without_names(self) -> bool:
+        call = {"id": "probe0id", "type": "function", "function": {"name": "probe0name", "arguments": {}}}
+        asked: list[Message] = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        try:
+            text = self.render(Conversation("", "", asked))
+        except BadRow:  # each conversation will say why
+            return False
+        return "probe0id" in text and "probe0name" not in text
 
     def _has_good_markers(self) -> bool:
         """Whether the template marks what the assistant says, and where: inside a macro jinja's positions are wrong."""

@@ -387,34 +387,16 @@ def test_any_tokenised_row_comes_back_as_it_was(tmp_path_factory, rows):
 
 
 GOOD = b'{"id": "good", "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "tools": []}'
+KNOWN_KEYS = [
+    *("id", "messages", "conversations", "input_ids", "loss_mask", "tools", "system", "images", "chat_template_kwargs"),
+    *("role", "content", "type", "text", "from", "value", "function", "name", "arguments", "tool_calls"),
+]
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(
-                [
-                    "id",
-                    "messages",
-                    "conversations",
-                    "input_ids",
-                    "loss_mask",
-                    "tools",
-                    "role",
-                    "content",
-                    "type",
-                    "text",
-                    "from",
-                    "value",
-                    "system",
-                    "function",
-                    "name",
-                    "arguments",
-                    "tool_calls",
-                    "chat_template_kwargs",
-                    "images",
-                ]
-            ),
+            st.sampled_from(KNOWN_KEYS),
             inner,
             max_size=4,
         )

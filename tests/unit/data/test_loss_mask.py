@@ -1,5 +1,7 @@
 """Loss masks on hand-made tokenizers: the assistant's tokens with the end of its turn, and no others."""
 
+import re
+
 import numpy as np
 import pytest
 from chat_templates import (
@@ -150,6 +152,31 @@ def test_tool_calls_and_results_of_kimi_k2():
     assert text.startswith('<|im_system|>tool_declare<|im_middle|>[{"type": "function", "function": {"name": "f"}}]')
 
 
+def test_kimi_k2_gets_ids_that_hold_the_names_of_tools():
+    tokenizer = make_tokenizer(KIMI_K2)
+    calls = [call("call_7", "look", {}), {"type": "function", "function": {"name": "find", "arguments": {}}}]
+    messages = [
+        user("a"),
+        assistant("", tool_calls=calls),
+        tool("call_7", "r1"),
+        {"role": "tool", "content": "r2"},
+        assistant("", tool_calls=[call("functions.look:9", "look", {}), call("call_7", "find", {})]),
+        tool("call_7", "r4"),
+        tool("elsewhere", "r5"),
+        assistant("b"),
+    ]
+    text = tokenizer.decode(prepare(tokenizer, messages).input_ids)
+    ids = re.findall(r"<\|tool_call_begin\|>(.*?)<\|tool_call_argument_begin\|>", text)
+    assert ids == ["functions.look:0", "functions.find:1", "functions.look:9", "functions.find:3"]
+    results = re.findall(r"## Return of (\S*)\n(\w+)", text)
+    assert results == [
+        ("functions.look:0", "r1"),
+        ("functions.find:1", "r2"),
+        ("functions.find:3", "r4"),
+        ("elsewhere", "r5"),
+    ]
+
+
 def test_tool_calls_in_chatml_get_their_arguments_as_an_object():
     messages = [user("a"), assistant("", tool_calls=[call("1", "f", '{"b":  "ü"}')]), tool("1", "r"), assistant("done")]
     assert trained_on(make_tokenizer(CHATML), messages) == [
@@ -183,6 +210,20 @@ def test_a_template_that_rewrites_earlier_turns_is_a_problem_of_the_sample(slow)
 
 def test_a_header_that_opens_reasoning_which_the_turn_lacks():
     assert trained_on(make_tokenizer(DEEPSEEK_R1), [user("a"), assistant("<think>\nhm</think>b")]) == ["b</s>"]
+
+
+def test_a_generation_prompt_that_differs_from_the_headers_of_finished_turns():
+    template = CHATML_WITHOUT_PROMPT + "{% if add_generation_prompt %}{{ '<|im_start|>  assistant' }}{% endif %}"
+    messages = [user("a"), assistant("Apt"), user("c"), assistant("Bad")]
+    assert trained_on(make_tokenizer(template), messages) == ["Apt<|im_end|>", "Bad<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [LLAMA3, MARKED_TURN], ids=["llama3", "marked-turn"])
+def test_a_template_that_leaves_tool_calls_out_is_a_problem_of_the_sample(template):
+    messages = [user("f?"), assistant("", tool_calls=[call("1", "f", {})]), user("b")]
+    problem = prepare(make_tokenizer(template), messages)
+    assert isinstance(problem, InputProblem)
+    assert problem.reason.startswith("messages[1]: the chat template leaves out the call of the tool 'f'")
 
 
 def test_the_tokenizers_own_eos_after_a_marker_is_included_even_if_the_template_hides_it():
