@@ -17,12 +17,15 @@ class DeepseekV3ForCausalLM(capturing.DeepseekV3ForCausalLM):
         super().__init__(config, *args, **kwargs)
         self.recorded: dict[str, torch.Tensor] = {}
         self.forwards = 0
+        self.recording = False
         for number, layer in enumerate(self.model.layers):
             layer.input_layernorm.register_forward_hook(self._recorder(f"boundary:{number}"))
         self.model.norm.register_forward_hook(self._recorder("final:pre_norm", "final:post_norm"))
 
     def _recorder(self, before: str, after: str | None = None) -> Any:
         def record(_norm: Any, args: tuple[torch.Tensor, ...], output: Any) -> None:
+            if not self.recording:
+                return
             normed, summed = output if isinstance(output, tuple) else (output, args[0])
             self.recorded[before] = summed.clone()
             if after is not None:
@@ -34,8 +37,9 @@ class DeepseekV3ForCausalLM(capturing.DeepseekV3ForCausalLM):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
         self.recorded = {}
+        self.recording = batch.forward_mode.name == "EXTEND" and bool(batch.rids)
         result = super().forward(*args, **kwargs)
-        if batch.forward_mode.name == "EXTEND" and batch.rids:
+        if self.recording:
             content = {
                 "rids": list(batch.rids),
                 "prefix_lens": list(batch.extend_prefix_lens_cpu),

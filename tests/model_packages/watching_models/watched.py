@@ -1,6 +1,7 @@
 """Kimi-K2.5 that captures, and after each forward compares SGLang's modules with what they held before the plugin came.
 
-The report goes to ``HS_WATCH_FILE``: the number of names compared, of prefills seen, and the names whose object has changed.
+The report goes to ``HS_WATCH_FILE``: the number of names compared, of prefills seen, and the names whose object has
+changed.
 """
 
 import json

@@ -1,0 +1,78 @@
+"""Model directories of real layer shapes without weights: only a config.json, for SGLang's ``--load-format dummy``."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A DeepSeek-V3 style language model; every layer has the real sizes, ``experts`` may be fewer to fit one card."""
+
+    layers: int
+    experts: int
+    vocab_size: int = 163840
+
+    def config(self) -> dict[str, Any]:
+        """The content of config.json: sizes from the public configs of DeepSeek-V3 and Kimi-K2."""
+        return {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "num_hidden_layers": self.layers,
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "moe_intermediate_size": 2048,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 64,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": self.experts,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "routed_scaling_factor": 2.827,
+            "first_k_dense_replace": 1,
+            "moe_layer_freq": 1,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-06,
+            "max_position_embeddings": 131072,
+            "rope_theta": 50000.0,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "vocab_size": self.vocab_size,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "torch_dtype": "bfloat16",
+        }
+
+
+SHAPES = {
+    # Kimi-K2.5's depth with as many experts as one card holds.
+    "kimi-k2.5": Shape(layers=61, experts=16),
+    # Four times the captured bytes per unit of compute.
+    "eight-layers": Shape(layers=8, experts=64),
+}
+
+
+def write_model(directory: Path, shape: Shape, **changes: Any) -> Path:
+    """Write ``config.json`` into ``directory`` and return it; ``changes`` replace keys of the config."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({**shape.config(), **changes}, indent=2))
+    return directory

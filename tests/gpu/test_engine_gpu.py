@@ -1,0 +1,86 @@
+"""Capture in the real engine on a GPU, real layer shapes, against plain forward hooks in the same forward."""
+
+import json
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.load import run_round, served
+from benchmarks.shapes import Shape, write_model
+from sglang_hs_capture import HiddenStateDataset
+from sglang_hs_capture.store.session import read_sessions
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+PACKAGES = Path(__file__).parents[1] / "model_packages"
+BOUNDARIES = [0, 2, 3]
+VOCAB = 32000
+
+
+def launch_flags(output: Path, *more: str, **settings: object) -> list[str]:
+    capture = {"output_dir": str(output), "layers": BOUNDARIES, "final": "both", "min_free_bytes": 0, **settings}
+    return [
+        *("--model-impl", "sglang", "--load-format", "dummy", "--skip-tokenizer-init", "--disable-radix-cache"),
+        *("--disable-prefill-cuda-graph", "--chunked-prefill-size", "1024", "--mem-fraction-static", "0.6"),
+        *("--json-model-override-args", json.dumps({"hs_capture": capture})),
+        *more,
+    ]
+
+
+def recorded_states(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
+    parts: dict[tuple[str, str], list[torch.Tensor]] = {}
+    for file in sorted(folder.glob("*.pt")):
+        content, start = torch.load(file), 0
+        for rid, length in zip(content["rids"], content["seq_lens"], strict=True):
+            for name, state in content["states"].items():
+                parts.setdefault((rid, name), []).append(state[start : start + length])
+            start += length
+    return {key: torch.cat(value) for key, value in parts.items()}
+
+
+@pytest.mark.parametrize("backend", ["triton", "flashinfer"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_captured_bytes_equal_plain_hooks_under_load(tmp_path, backend, dtype):
+    """64 requests of mixed lengths in flight beside others that decode; a small ring, so that it fills."""
+    if (backend, dtype) == ("flashinfer", "float32"):
+        pytest.skip("the dtype on disk does not depend on the attention backend")
+    model = write_model(tmp_path / "model", Shape(layers=4, experts=16, vocab_size=VOCAB))
+    output, record = tmp_path / "dataset", tmp_path / "record"
+    record.mkdir()
+    env = {
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "recording_models",
+        "PYTHONPATH": f"{PACKAGES}:{os.environ.get('PYTHONPATH', '')}",
+        "HS_RECORD_DIR": str(record),
+    }
+    row_bytes = (len(BOUNDARIES) + 2) * 7168 * (2 if dtype == "bfloat16" else 4)
+    flags = launch_flags(output, "--attention-backend", backend, dtype=dtype, ring_bytes=600 * row_bytes)
+    generator = random.Random(1)
+    lengths = [1, 2, 1023, 1024, 1025, 3000] + [generator.randrange(1, 700) for _ in range(58)]
+    prompts = [[generator.randrange(10, VOCAB) for _ in range(n)] for n in lengths]
+    rids = [f"hs-{i}" if i % 8 else f"other-{i}" for i in range(len(prompts))]
+    with served(model, tmp_path / "server.log", flags, env) as url:
+        # Decode beside prefill, so that both kinds of batch alternate.
+        run_round(url, prompts, rids, max_new_tokens=8, journal=None)
+        captured = {rid: ids for rid, ids in zip(rids, prompts, strict=True) if rid.startswith("hs-")}
+        deadline = time.monotonic() + 120
+        while {s.rid for s in HiddenStateDataset(output).samples} != set(captured):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        (session,) = read_sessions(output)
+    assert session.error is None
+    recorded = recorded_states(record)
+    dataset = HiddenStateDataset(output)
+    assert sum(sample.length for sample in dataset.samples) == sum(map(len, captured.values()))
+    for number, entry in enumerate(dataset.samples):
+        sample = dataset[number]
+        assert sample["input_ids"].tolist() == captured[entry.rid]
+        for name, state in zip(dataset.columns, sample["hidden_states"], strict=True):
+            reference = recorded[entry.rid, name][: len(captured[entry.rid])]
+            assert torch.equal(state, reference.to(state.dtype)), (entry.rid, name)
