@@ -209,9 +209,9 @@ class StoreWriter:
         Raises:
             ValueError: the extents do not add up to the length, or name rows that were not appended.
         """
+        if length < 1 or sum(extent.count for extent in extents) != length or min(e.count for e in extents) < 1:
+            raise ValueError(f"sample {rid!r}: expected extents of {length} rows together; got {list(extents)}")
         merged = merge_extents(extents)
-        if length < 1 or sum(extent.count for extent in merged) != length:
-            raise ValueError(f"sample {rid!r}: expected extents of {length} rows together; got {merged}")
         for extent in merged:
             if (
                 extent.start < 0

@@ -106,8 +106,8 @@ class PowerLossError(BaseException):
 class ForgetfulOS(FaultyOS):
     """A disk that keeps only what was made durable, when the power goes at a step.
 
-    For each file it knows the content at its last ``fsync``; for each folder the names at its last ``fsync`` and all
-    states since. ``materialise`` writes one of the many states that the disk may be in.
+    For each file it knows the content at its last ``fsync``; for each folder the names at its last ``fsync`` and the
+    changes since. ``materialise`` writes one of the many states that the disk may be in.
     """
 
     def __init__(self, root: Path, step: int) -> None:
@@ -115,8 +115,8 @@ class ForgetfulOS(FaultyOS):
         self.root = root
         self.loss_step = step
         self.content: dict[int, bytes] = {}
-        self.names: dict[int, list[dict[str, int]]] = {root.stat().st_ino: [{}]}
-        self.folders: set[int] = {root.stat().st_ino}
+        self.names: dict[int, dict[str, int]] = {root.stat().st_ino: {}}
+        self.changes: dict[int, list[tuple[str, str, int]]] = {root.stat().st_ino: []}
         self._held: list[int] = []
 
     def before(self, step: int, name: str, args: tuple[Any, ...]) -> None:
@@ -128,24 +128,27 @@ class ForgetfulOS(FaultyOS):
             # Kept open: the number of a removed file's inode must not be given to another file.
             self._held.append(os.open(args[0], os.O_RDONLY))
         if name == "mkdir":
-            self.folders.add(os.stat(args[0]).st_ino)
-            self.names[os.stat(args[0]).st_ino] = [{}]
-        if name in ("open", "mkdir", "unlink"):
-            self._changed(Path(args[0]).parent)
+            self.names[os.stat(args[0]).st_ino] = {}
+            self.changes[os.stat(args[0]).st_ino] = []
+        if name in ("open", "mkdir"):
+            self._changed(Path(args[0]), "", os.stat(args[0]).st_ino)
+        elif name == "unlink":
+            self._changed(Path(args[0]), "", 0)
         elif name == "rename":
-            self._changed(Path(args[1]).parent)
+            self._changed(Path(args[1]), Path(args[0]).name, os.stat(args[1]).st_ino)
         elif name == "fsync":
             self._durable(args[0])
 
-    def _changed(self, folder: Path) -> None:
-        self.names[folder.stat().st_ino].append({entry.name: entry.inode() for entry in os.scandir(folder)})
+    def _changed(self, path: Path, old: str, inode: int) -> None:
+        """Note that a name was given to an inode (none: 0), and taken from another name, in one step."""
+        self.changes[path.parent.stat().st_ino].append((path.name, old, inode))
 
     def _durable(self, fd: int) -> None:
         status = os.fstat(fd)
         if stat.S_ISDIR(status.st_mode):
-            history = self.names.get(status.st_ino)
-            if history:
-                del history[:-1]
+            if status.st_ino in self.names:
+                self.names[status.st_ino] = self._listing(status.st_ino, self.changes[status.st_ino])
+                self.changes[status.st_ino].clear()
         else:
             self.content[status.st_ino] = Path(path_of(fd)).read_bytes()
 
@@ -154,11 +157,21 @@ class ForgetfulOS(FaultyOS):
         current = {p.stat().st_ino: p.read_bytes() for p in self.root.rglob("*") if p.is_file()}
         self._materialise(self.root.stat().st_ino, target, current, rng)
 
+    def _listing(self, folder: int, changes: list[tuple[str, str, int]]) -> dict[str, int]:
+        """The names in a folder after some of the changes since they were durable."""
+        names = dict(self.names[folder])
+        for name, old, inode in changes:
+            if old:
+                if old not in names:
+                    continue
+                del names[old]
+            names[name] = inode
+        return {name: inode for name, inode in names.items() if inode}
+
     def _materialise(self, folder: int, target: Path, current: dict[int, bytes], rng: random.Random | None) -> None:
         target.mkdir(parents=True)
-        history = self.names[folder]
-        for name, inode in (rng.choice(history) if rng else history[0]).items():
-            if inode in self.folders:
+        for name, inode in self._listing(folder, _some_of(self.changes[folder], rng) if rng else []).items():
+            if inode in self.names:
                 self._materialise(inode, target / name, current, rng)
                 continue
             durable = self.content.get(inode, b"")
@@ -171,6 +184,13 @@ class ForgetfulOS(FaultyOS):
             with suppress(OSError):
                 if Path(path_of(fd).removesuffix(" (deleted)")).is_relative_to(self.root):
                     os.close(fd)
+
+
+def _some_of(changes: list[tuple[str, str, int]], rng: random.Random) -> list[tuple[str, str, int]]:
+    """The first so many changes, or any of them: not every file system keeps them in order."""
+    if rng.random() < 0.5:
+        return changes[: rng.randint(0, len(changes))]
+    return [change for change in changes if rng.random() < 0.5]
 
 
 def _mix(name: str, durable: bytes, now: bytes, rng: random.Random) -> bytes:
