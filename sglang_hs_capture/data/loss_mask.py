@@ -89,10 +89,7 @@ def _turn_start(template: ChatTemplate, conversation: Conversation, index: int, 
     # reasoning block, say, that the turn lacks). Two turns that begin differently show what they all begin with.
     probes = [[*before, {"role": "assistant", "content": content}] for content in ("A", "B")]
     header = min(_common_prefix(template.render(conversation, probe), text) for probe in probes)
-    start = max(header, _common_prefix(prompted, text))
-    if start < len(history):
-        raise BadRow(_REWRITES.format(index=index))
-    return start
+    return max(len(history), header, _common_prefix(prompted, text))
 
 
 def _common_prefix(left: str, right: str) -> int:

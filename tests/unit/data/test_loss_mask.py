@@ -233,6 +233,58 @@ def test_the_tokenizers_own_eos_after_a_marker_is_included_even_if_the_template_
     assert trained_on(tokenizer, [user("a"), assistant("b"), user("c"), assistant("d")]) == ["b</s>", "d</s>"]
 
 
+def test_plain_text_after_a_marker_is_not_an_end_of_turn():
+    template = (
+        "{% for m in messages %}[{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    )
+    template += "{% else %}{{ m.content }}{% endif %}]{% endfor %}"
+    assert trained_on(make_tokenizer(template), [user("a"), assistant("b"), user("c"), assistant("d")]) == ["b", "d"]
+
+
+def test_a_template_that_changes_what_is_said_shows_no_end_of_turn_but_the_tokenizer_may():
+    template = CHATML.replace("message.content", "(message.content | upper)")
+    messages = [user("a"), assistant("b"), user("c"), assistant("d")]
+    assert trained_on(make_tokenizer(template), messages) == ["B<|im_end|>\n", "D<|im_end|>\n"]
+    assert trained_on(make_tokenizer(template, eos="<|im_end|>"), messages) == ["B<|im_end|>", "D<|im_end|>"]
+
+
+def test_markers_that_a_row_switches_off_are_replaced_by_prefixes():
+    marked = "{% if mark %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+    template = "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\\n' }}{% if m.role == 'assistant' %}" + marked
+    template += "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>' }}{% endfor %}"
+    tokenizer = make_tokenizer(template)
+    preparer = SamplePreparer(tokenizer, template_kwargs={"mark": True})
+    messages = [user("a"), assistant("b"), user("c"), assistant("d")]
+    for kwargs in ({}, {"mark": False}):
+        sample = preparer.prepare(Conversation("id", "f:1", messages, template_kwargs=kwargs))
+        assert masked(tokenizer, sample) == ["b<|im_end|>", "d<|im_end|>"]
+
+
+def test_a_template_whose_earlier_turns_end_differently_is_a_problem_of_the_sample():
+    template = CHATML + "{% if messages[-1].role == 'user' and not add_generation_prompt %}waiting{% endif %}"
+    problem = prepare(make_tokenizer(template), [user("a"), assistant("b")])
+    assert isinstance(problem, InputProblem)
+    assert "renders earlier turns differently" in problem.reason
+
+
+@pytest.mark.parametrize("kind", ["fast", "slow", "trimmed offsets"])
+@pytest.mark.parametrize("text", ["  a", "a  ", "a \n", " ", "   "])
+def test_spaces_at_either_end_belong_to_what_is_said(kind, text):
+    template = "{% for m in messages %}{{ '<|im_user|>' if m.role == 'user' else '<|im_assistant|>' }}"
+    template += "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    template += "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>' }}{% endfor %}"
+    tokenizer = make_tokenizer(template, slow=kind == "slow", trim=kind == "trimmed offsets")
+    assert trained_on(tokenizer, [user(text), assistant(text), user(text)]) == [f"{text}<|im_end|>"]
+
+
+@pytest.mark.parametrize("kind", ["fast", "slow", "trimmed offsets"])
+def test_a_token_that_holds_the_end_of_the_content_and_more(kind):
+    template = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    template += "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '\n\n' }}{% endfor %}"
+    tokenizer = make_tokenizer(template, slow=kind == "slow", trim=kind == "trimmed offsets")
+    assert trained_on(tokenizer, [user("a"), assistant("b\n"), user("c")]) == ["b\n\n"]
+
+
 def test_an_end_of_turn_named_by_the_model_is_included():
     template = "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_assistant|>' ~ m.content }}"
     template += "{% else %}{{ '<|im_user|>' ~ m.content }}{% endif %}{% endfor %}"
