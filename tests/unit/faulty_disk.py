@@ -178,12 +178,13 @@ class ForgetfulOS(FaultyOS):
             now = current.get(inode, durable)
             (target / name).write_bytes(_mix(name, durable, now, rng) if rng else durable)
 
-    def release(self) -> None:
-        """Close what is open below the root: the store that lost its power will not."""
-        for fd in map(int, os.listdir("/proc/self/fd")):
-            with suppress(OSError):
-                if Path(path_of(fd).removesuffix(" (deleted)")).is_relative_to(self.root):
-                    os.close(fd)
+
+def close_all_below(root: Path) -> None:
+    """Close what is open below a folder, and so let go of its locks, on behalf of a store that died."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            if Path(path_of(fd).removesuffix(" (deleted)")).is_relative_to(root):
+                os.close(fd)
 
 
 def _some_of(changes: list[tuple[str, str, int]], rng: random.Random) -> list[tuple[str, str, int]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from faulty_disk import ForgetfulOS, KillAt, PowerLossError, disk
+from faulty_disk import ForgetfulOS, KillAt, PowerLossError, close_all_below, disk
 from safetensors import safe_open
 from toy_store import append_tokens, open_store, put_sample, states_of
 
@@ -207,7 +207,7 @@ def test_power_loss_at_every_step(directory: Path, seed: int | None) -> None:
             except PowerLossError:
                 pass
         forgetful.materialise(root / "after", None if seed is None else random.Random(seed * 1000 + step))
-        forgetful.release()
+        close_all_below(root)
         check_survived(root / "after" / "data", set(acknowledged))
         step += 1
     assert step > 100

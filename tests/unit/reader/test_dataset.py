@@ -1,0 +1,227 @@
+"""The dataset as a trainer sees it: whole samples with the right bytes, or an error."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.utils.data import DataLoader
+from toy_store import append_tokens, make_info, open_store, put_sample, states_of
+
+import sglang_hs_capture
+from sglang_hs_capture import HiddenStateDataset
+from sglang_hs_capture.errors import CorruptionError, StoreError
+from sglang_hs_capture.reader import dataset as dataset_module
+from sglang_hs_capture.store.hashing import end_hash, prefix_hashes
+from sglang_hs_capture.store.requests import RequestLedger, RequestRecord
+from sglang_hs_capture.store.schema import DatasetInfo, make_rid, sample_key
+from sglang_hs_capture.store.writer import StoreWriter
+
+SHARD = Path("shards") / "dp0-pp0-000000.safetensors"
+PROMPTS = {"a": [1, 2, 3], "b": list(range(50, 62)), "c": [7]}
+
+
+def capture(directory: Path, info: DatasetInfo | None = None) -> StoreWriter:
+    """Three samples, the second across three shards; the store is left open."""
+    store = open_store(directory, info=info)
+    for name, tokens in PROMPTS.items():
+        put_sample(store, name, tokens)
+    store.commit()
+    return store
+
+
+def check_items(dataset: HiddenStateDataset) -> None:
+    assert [item["id"] for item in dataset] == list(PROMPTS)
+    info = dataset.info
+    for item in dataset:
+        tokens = PROMPTS[item["id"]]
+        states = states_of(prefix_hashes(np.array(tokens), 0, 0), len(info.columns), info.column_bytes)
+        assert item["input_ids"].dtype == item["loss_mask"].dtype == torch.int64
+        assert item["input_ids"].tolist() == tokens
+        assert item["loss_mask"].tolist() == [1] * len(tokens)
+        assert len(item["hidden_states"]) == len(info.columns)
+        for column, values in enumerate(item["hidden_states"]):
+            assert values.shape == (len(tokens), info.hidden_size)
+            assert values.dtype == getattr(torch, info.dtype)
+            assert values.is_contiguous()
+            expected = states[:, column * info.column_bytes : (column + 1) * info.column_bytes]
+            assert np.array_equal(values.view(torch.uint8).numpy(), expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("hidden", [1, 3, 8])
+def test_samples_come_back_from_finished_and_unfinished_shards(tmp_path: Path, dtype: str, hidden: int) -> None:
+    store = capture(tmp_path, make_info(dtype=dtype, hidden_size=hidden))
+    unfinished = HiddenStateDataset(tmp_path)
+    check_items(unfinished)
+    append_tokens(store, [99])
+    check_items(HiddenStateDataset(tmp_path))
+    store.close()
+    check_items(unfinished)
+    check_items(pickle.loads(pickle.dumps(unfinished)))
+    finished = HiddenStateDataset(tmp_path)
+    check_items(finished)
+    assert len(finished) == 3
+    assert finished.columns == ("boundary:1", "final:pre_norm")
+    assert finished.boundaries == (1,)
+
+
+def test_rows_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture(tmp_path).close()
+    for size in (1, 12, 30, 36):
+        monkeypatch.setattr(dataset_module, "_STAGING_BYTES", size)
+        check_items(HiddenStateDataset(tmp_path))
+
+
+def test_more_shards_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture(tmp_path).close()
+    monkeypatch.setattr(dataset_module, "_OPEN_SHARDS", 1)
+    dataset = HiddenStateDataset(tmp_path)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    check_items(dataset)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 1
+
+
+def test_a_dataset_opened_before_a_shard_was_finished_stays_readable(tmp_path: Path) -> None:
+    store = capture(tmp_path)
+    dataset = HiddenStateDataset(tmp_path)
+    store.close()
+    check_items(dataset)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_data_loader_workers(tmp_path: Path, context: str) -> None:
+    capture(tmp_path).close()
+    dataset = HiddenStateDataset(tmp_path)
+    check_items(dataset)  # the workers get it with shards open
+    loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context=context)
+    items = list(loader)
+    assert [item["id"] for item in items] == list(PROMPTS)
+    for item, own in zip(items, dataset, strict=True):
+        assert torch.equal(item["input_ids"], own["input_ids"])
+        assert all(map(torch.equal, item["hidden_states"], own["hidden_states"]))
+
+
+def test_loss_masks_come_from_the_ledger(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    tokens, key = [5, 6, 7, 8], sample_key("conversation")
+    with RequestLedger.open(tmp_path) as ledger:
+        ledger.append(RequestRecord("conversation", key, 4, end_hash(tokens), (1, 2, 1), "f:1"))
+    put_sample(store, make_rid("hs-", key, 0), tokens)
+    store.close()
+    item = HiddenStateDataset(tmp_path)[0]
+    assert item["id"] == "conversation"
+    assert item["loss_mask"].tolist() == [0, 1, 1, 0]
+
+
+def test_pipeline_stages_become_one_item(tmp_path: Path) -> None:
+    info = make_info(boundaries=(1, 2), columns=("boundary:1", "boundary:2", "final:pre_norm"))
+    # The second stage starts a shard with other rows, so that the extents differ.
+    for writer, columns in (("dp0-pp1", info.columns[1:]), ("dp0-pp0", info.columns[:1])):
+        store = open_store(tmp_path, writer, info, columns=columns)
+        append_tokens(store, [1] * len(columns))
+        put_sample(store, "x", [5, 6, 7, 8, 9])
+        store.close()
+    item = HiddenStateDataset(tmp_path)[0]
+    hashes = prefix_hashes(np.array([5, 6, 7, 8, 9]), 0, 0)
+    first, second = states_of(hashes, 1, 6), states_of(hashes, 2, 6)
+    for values, expected in zip(item["hidden_states"], (first, second[:, :6], second[:, 6:]), strict=True):
+        assert np.array_equal(values.view(torch.uint8).numpy(), expected)
+
+
+def flip(offset: int, by: int = 1) -> Callable[[Path], None]:
+    def damage(directory: Path) -> None:
+        data = bytearray((directory / SHARD).read_bytes())
+        data[offset] ^= by
+        (directory / SHARD).write_bytes(data)
+
+    return damage
+
+
+def cut(directory: Path) -> None:
+    (directory / SHARD).write_bytes((directory / SHARD).read_bytes()[:-1])
+
+
+TOKENS_AT = 4096 + 5 * 12 + 4
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (flip(TOKENS_AT + 8), r"sample 'a' of dp0-pp0: .* from token 1 on"),
+        (flip(TOKENS_AT + 40), r"sample 'a' of dp0-pp0: .* from token 0 on"),
+        (flip(TOKENS_AT + 80 + 16), r"sample 'a' of dp0-pp0: .* from token 2 on"),
+        (flip(0), "expected a header of 4088 bytes"),
+        (flip(TOKENS_AT + 24), None),
+        (cut, "expected 4280 bytes for 5 rows; the file has 4279"),
+    ],
+    ids=["token", "position", "hash", "header", "another sample's token", "size"],
+)
+def test_damage_is_told(tmp_path: Path, damage: Callable[[Path], None], message: str | None) -> None:
+    capture(tmp_path).close()
+    damage(tmp_path)
+    dataset = HiddenStateDataset(tmp_path)
+    if message is None:
+        assert dataset[0]["id"] == "a"
+        with pytest.raises(CorruptionError, match="sample 'b'"):
+            dataset[1]
+    else:
+        with pytest.raises(CorruptionError, match=message):
+            dataset[0]
+
+
+def test_tokens_are_not_checked_unless_asked_for(tmp_path: Path) -> None:
+    capture(tmp_path).close()
+    flip(TOKENS_AT)(tmp_path)
+    assert HiddenStateDataset(tmp_path, check=False)[0]["input_ids"].tolist() == [0, 2, 3]
+
+
+@pytest.mark.parametrize("wrong", ["end", "rows"])
+def test_a_sample_of_the_wrong_rows_is_told(tmp_path: Path, wrong: str) -> None:
+    store = open_store(tmp_path)
+    first, first_end = append_tokens(store, [1, 2, 3])
+    second, _ = append_tokens(store, [4, 5, 6])
+    store.add_sample("x", 3, first if wrong == "end" else second, first_end + (wrong == "end"))
+    store.close()
+    with pytest.raises(CorruptionError, match="at its end"):
+        HiddenStateDataset(tmp_path)[0]
+
+
+def test_a_prefix_of_another_prompt_is_told(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    other, _ = append_tokens(store, [9, 2])
+    tail, end = append_tokens(store, [1, 2, 3], start=2)
+    store.add_sample("x", 3, other + tail, end)
+    store.close()
+    with pytest.raises(CorruptionError, match="from token 2 on"):
+        HiddenStateDataset(tmp_path)[0]
+
+
+def test_final_norm(tmp_path: Path) -> None:
+    capture(tmp_path).close()
+    dataset = HiddenStateDataset(tmp_path)
+    with pytest.raises(StoreError, match="without the final norm's weight"):
+        dataset.final_norm()
+    save_file({"weight": torch.arange(3.0)}, tmp_path / "final_norm.safetensors", metadata={"eps": "1e-06"})
+    weight, eps = dataset.final_norm()
+    assert weight.tolist() == [0, 1, 2]
+    assert eps == 1e-6
+
+
+def test_empty_and_missing_datasets(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="expected a dataset"):
+        HiddenStateDataset(tmp_path)
+    open_store(tmp_path).close()
+    dataset = HiddenStateDataset(str(tmp_path))
+    assert len(dataset) == 0
+    with pytest.raises(IndexError):
+        dataset[0]
+
+
+def test_the_package_exports_it() -> None:
+    assert "HiddenStateDataset" in sglang_hs_capture.__all__
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        sglang_hs_capture.nothing  # noqa: B018
