@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from sglang_hs_capture.cli import inspect, options
-from sglang_hs_capture.cli.run import CPU_NOTICE, report
-from sglang_hs_capture.driver.device import Device, use_cpu
+from sglang_hs_capture.cli.run import report
+from sglang_hs_capture.driver.device import CPU_NOTICE, Device, use_cpu
 from sglang_hs_capture.driver.progress import make_view
 from sglang_hs_capture.driver.run import RunSettings
 from sglang_hs_capture.driver.source import Source, count_lines
@@ -51,8 +51,6 @@ def demo(
     sglang_args = ["--dtype", "float32", "--chunked-prefill-size", str(CHUNK), *(ctx.obj or [])]
     settings = RunSettings(output=dataset.absolute())
     with make_view(count_lines([data])) as view:
-        if cpu and device is Device.AUTO:
-            view.say(CPU_NOTICE)
         source = Source([data], tokenizer=str(model))
         summary = run_on_own_server(
             str(model),
@@ -62,6 +60,7 @@ def demo(
             view,
             sglang_args=sglang_args,
             cpu=cpu,
+            notice=CPU_NOTICE if cpu and device is Device.AUTO else "",
             start_timeout_s=START_TIMEOUT_S,
         )
     report(summary)

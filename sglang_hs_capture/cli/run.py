@@ -9,7 +9,7 @@ import typer
 
 from sglang_hs_capture.cli import options
 from sglang_hs_capture.driver.delivery import DeliverySettings
-from sglang_hs_capture.driver.device import Device, use_cpu
+from sglang_hs_capture.driver.device import CPU_NOTICE, Device, use_cpu
 from sglang_hs_capture.driver.intake import OnBadInput
 from sglang_hs_capture.driver.progress import make_view
 from sglang_hs_capture.driver.pump import PumpSettings
@@ -20,7 +20,6 @@ from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.errors import ConfigError
 from sglang_hs_capture.store.session import read_sessions
 
-CPU_NOTICE = "No GPU is visible: running on the CPU platform, which is exact but slow."
 TRUST_FLAG = "--trust-remote-code"
 
 
@@ -114,8 +113,6 @@ def run(
         if trust_remote_code and TRUST_FLAG not in sglang_args:
             sglang_args = [TRUST_FLAG, *sglang_args]
         with make_view(_total(data, limit)) as view:
-            if cpu and device is Device.AUTO:
-                view.say(CPU_NOTICE)
             summary = run_on_own_server(
                 model,
                 source,
@@ -124,6 +121,7 @@ def run(
                 view,
                 sglang_args=sglang_args,
                 cpu=cpu,
+                notice=CPU_NOTICE if cpu and device is Device.AUTO else "",
                 start_timeout_s=start_timeout,
             )
     report(summary, json_summary)

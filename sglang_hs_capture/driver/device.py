@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sglang_hs_capture.errors import ConfigError
 
+CPU_NOTICE = "No GPU is visible: running on the CPU platform, which is exact but slow."
 TORCH_PROBE = "import torch, sys; sys.exit(0 if torch.cuda.is_available() else 1)"
 TORCH_PROBE_TIMEOUT_S = 120
 

@@ -62,11 +62,15 @@ def run_on_own_server(
     *,
     sglang_args: Sequence[str] = (),
     cpu: bool = False,
+    notice: str = "",
     start_timeout_s: float,
 ) -> Summary:
     """Start a server, capture, and stop the server.
 
     Everything that can be refused without it is refused before it is started.
+
+    Args:
+        notice: said before the server is started, if it is.
 
     Raises:
         HsCaptureError: nothing was begun; errors that come later are told by the summary.
@@ -85,7 +89,7 @@ def run_on_own_server(
     )
     _make_output(settings.output)
     check_output(settings.output, config, plan.capture)
-    target = OwnServer(plan, settings.output, config, start_timeout_s)
+    target = OwnServer(plan, settings.output, config, start_timeout_s, notice)
     return run_capture(target, samples, settings, view)
 
 

@@ -62,15 +62,20 @@ class Target(ABC):
 class OwnServer(Target):
     """A server that lives for this run alone."""
 
-    def __init__(self, plan: LaunchPlan, directory: Path, model: ModelConfig | None, start_timeout_s: float) -> None:
+    def __init__(
+        self, plan: LaunchPlan, directory: Path, model: ModelConfig | None, start_timeout_s: float, notice: str = ""
+    ) -> None:
         self._plan = plan
         self._directory = directory
         self._architectures = model.architectures if model else ()
         self._start_timeout_s = start_timeout_s
+        self._notice = notice
         self._server = ManagedServer(plan, directory)
         self._started = False
 
     async def open(self, say: Say) -> list[SessionRecord]:
+        if self._notice:
+            say(self._notice)
         say("Checking that SGLang loads the capture classes ...")
         capture_class = await check_plugin(self._architectures, self._plan.environment)
         say(f"Starting SGLang with {capture_class}; its output goes to {self._server.log_path}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_server import FakeServer, Lines, make_sample
 
 from sglang_hs_capture.data.records import InputProblem
 from sglang_hs_capture.driver import delivery, pump
@@ -22,8 +23,6 @@ from sglang_hs_capture.errors import DatasetLockedError, HsCaptureError
 from sglang_hs_capture.store.index import load_index
 from sglang_hs_capture.store.requests import RequestLedger
 from sglang_hs_capture.store.schema import sample_key
-
-from fake_server import FakeServer, Lines, make_sample
 
 NAMES = [f"s{i}" for i in range(12)]
 FAST = DeliverySettings(attempts=3, ack_timeout_s=0.3, grace_s=2.0)

@@ -1,0 +1,67 @@
+"""What a run shows while it goes on, and when it has ended."""
+
+import io
+import json
+
+from rich.console import Console
+
+from sglang_hs_capture.data.records import InputProblem
+from sglang_hs_capture.driver.progress import BarView, LineView, Rates, Snapshot, make_view
+from sglang_hs_capture.driver.summary import SHOWN_PROBLEMS, Summary
+
+SNAPSHOT = Snapshot(done=3, in_flight=7, tokens=1000, bytes=2_000_000, blocked_s=1.25)
+
+
+def test_rates_are_those_of_the_last_moments():
+    rates = Rates()
+    assert rates.update(0.0, 0, 0) == (0.0, 0.0)
+    assert rates.update(2.0, 100, 1000) == (50.0, 500.0)
+    for second in range(3, 60):
+        rates.update(float(second), 100, 1000)
+    assert rates.update(60.0, 100, 1000) == (0.0, 0.0)
+
+
+def test_a_pipe_gets_a_line_now_and_then():
+    stream = io.StringIO()
+    view = make_view(total=10, stream=stream)
+    assert isinstance(view, LineView)
+    view.update(SNAPSHOT)
+    view.update(SNAPSHOT)
+    assert stream.getvalue().splitlines() == [
+        "3 of 10 samples, 0 tok/s, 0.000 GB/s, 7 in flight, ring full 1.2 s",
+    ]
+
+
+def test_a_terminal_gets_a_bar():
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    with BarView(console, total=10) as view:
+        view.say("[not markup] hello")
+        view.update(SNAPSHOT)
+    shown = console.file.getvalue()
+    assert "[not markup] hello" in shown
+    assert "3/10" in shown
+    assert "7 in flight" in shown
+
+
+def test_the_summary_says_what_was_done_in_words():
+    summary = Summary("/d", asked=9, captured=4, already=2, tokens=8000, bytes=4 * 10**9, seconds=2.0, blocked_s=0.5)
+    summary.skipped = [InputProblem("f:1", "not JSON"), InputProblem("f:2", "not JSON")]
+    summary.dropped = [InputProblem("f:3", "non_finite", "x")]
+    lines = summary.lines()
+    assert lines[0] == "Captured 4 samples (8,000 tokens, 4.00 GB) in 2.0 s, 4,000 tokens/s."
+    assert lines[1] == "Looked at 9; 2 were there already; 2 skipped; 1 dropped."
+    assert "The model waited 0.5 s for the disk: the ring was full." in lines
+    assert lines[-4:] == ["Skipped: f:1: not JSON", "Skipped: f:2: not JSON", "Dropped: f:3: non_finite", "Dataset: /d"]
+    again = json.loads(json.dumps(summary.to_json()))
+    assert (again["captured"], again["tokens_per_s"], again["dropped"][0]["sample_id"]) == (4, 4000.0, "x")
+
+
+def test_a_long_list_is_cut():
+    summary = Summary("/d", asked=100, skipped=[InputProblem(f"f:{i}", "bad") for i in range(100)])
+    lines = summary.lines()
+    assert sum(line.startswith("Skipped:") for line in lines) == SHOWN_PROBLEMS + 1
+    assert "Skipped: and 80 more" in lines
+
+
+def test_nothing_left_to_do_is_said():
+    assert Summary("/d", asked=1, already=1).lines() == ["Nothing left to do: all 1 sample of the input are in /d."]
