@@ -56,17 +56,8 @@ class Summary:
 
     def lines(self) -> list[str]:
         """The account for a person."""
-        if (
-            not self.captured
-            and not self.ended
-            and not self.skipped
-            and not self.dropped
-            and self.asked == self.already
-        ):
-            return [
-                f"Nothing left to do: all {_count(self.asked, 'sample')} of the input are in {self.output}.",
-                *self._remasked(),
-            ]
+        if not self.seconds and not self.ended:
+            return [self._nothing(), *self._remasked(), *_list("Skipped", self.skipped)]
         rate = f", {self.tokens_per_s:,.0f} tokens/s" if self.seconds else ""
         lines = [
             f"Captured {_count(self.captured, 'sample')} ({self.tokens:,} tokens, {self.bytes / GB:.2f} GB) "
@@ -82,6 +73,13 @@ class Summary:
         lines += _list("Skipped", self.skipped) + _list("Dropped", self.dropped)
         lines.append(f"Dataset: {self.output}")
         return lines
+
+    def _nothing(self) -> str:
+        """What a run says that had nothing to send."""
+        if not self.asked:
+            return "Nothing to do: the input holds no sample."
+        skipped = f", and {_count(len(self.skipped), 'line')} skipped" if self.skipped else ""
+        return f"Nothing left to do: all {_count(self.already, 'sample')} of the input are in {self.output}{skipped}."
 
     def _remasked(self) -> list[str]:
         return [f"Brought the loss mask of {_count(self.remasked, 'sample')} up to date."] if self.remasked else []

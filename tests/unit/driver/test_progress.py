@@ -57,11 +57,17 @@ def test_the_summary_says_what_was_done_in_words():
 
 
 def test_a_long_list_is_cut():
-    summary = Summary("/d", asked=100, skipped=[InputProblem(f"f:{i}", "bad") for i in range(100)])
+    summary = Summary("/d", asked=100, seconds=1.0, skipped=[InputProblem(f"f:{i}", "bad") for i in range(100)])
     lines = summary.lines()
     assert sum(line.startswith("Skipped:") for line in lines) == SHOWN_PROBLEMS + 1
     assert "Skipped: and 80 more" in lines
 
 
 def test_nothing_left_to_do_is_said():
-    assert Summary("/d", asked=1, already=1).lines() == ["Nothing left to do: all 1 sample of the input are in /d."]
+    assert Summary("/d").lines() == ["Nothing to do: the input holds no sample."]
+    assert Summary("/d", asked=2, already=2).lines() == ["Nothing left to do: all 2 samples of the input are in /d."]
+    skipped = Summary("/d", asked=2, already=1, skipped=[InputProblem("f:1", "bad")])
+    assert skipped.lines() == [
+        "Nothing left to do: all 1 sample of the input are in /d, and 1 line skipped.",
+        "Skipped: f:1: bad",
+    ]
