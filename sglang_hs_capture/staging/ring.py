@@ -3,6 +3,7 @@
 import mmap
 import threading
 import time
+import weakref
 from collections import deque
 
 import torch
@@ -51,16 +52,22 @@ class HostRing:
         self._mapping = mmap.mmap(-1, self.nbytes)
         self._arena = torch.frombuffer(self._mapping, dtype=torch.uint8)
         if pinned:
-            result = torch.cuda.cudart().cudaHostRegister(self._arena.data_ptr(), self.nbytes, 0)
-            if int(result) != 0:
-                raise ConfigError(
-                    f"ring_bytes: the driver could not pin {self.nbytes} bytes of host memory (error {int(result)}); "
-                    "lower ring_bytes, or raise the limit on locked memory (ulimit -l)"
-                )
+            self._pin()
         self.blocked_s = 0.0
         self._free = deque(range(self.n_slots))
         self._changed = threading.Condition()
         self._closed = False
+
+    def _pin(self) -> None:
+        cudart, address = torch.cuda.cudart(), self._arena.data_ptr()
+        result = int(cudart.cudaHostRegister(address, self.nbytes, 0))
+        if result != 0:
+            raise ConfigError(
+                f"ring_bytes: the driver could not pin {self.nbytes} bytes of host memory (error {result}); lower "
+                "ring_bytes, or raise the limit on locked memory (ulimit -l)"
+            )
+        # Unpinned before the memory goes back to the system: its address would stay registered.
+        weakref.finalize(self, cudart.cudaHostUnregister, address)
 
     def acquire(self) -> int:
         """Take a free slot, waiting for one if need be.

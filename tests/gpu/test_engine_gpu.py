@@ -29,6 +29,7 @@ def launch_flags(output: Path, *more: str, **settings: object) -> list[str]:
     return [
         *("--model-impl", "sglang", "--load-format", "dummy", "--skip-tokenizer-init", "--disable-radix-cache"),
         *("--disable-prefill-cuda-graph", "--chunked-prefill-size", "1024", "--mem-fraction-static", "0.6"),
+        *("--max-running-requests", "16"),
         *("--json-model-override-args", json.dumps({"hs_capture": capture})),
         *more,
     ]
