@@ -6,11 +6,11 @@ from pathlib import Path
 from sglang_hs_capture.store.identity import read_info, require_dataset
 from sglang_hs_capture.store.replay import Replay, ShardState, journal_writers, replay_journal
 from sglang_hs_capture.store.requests import DroppedRecord, RequestRecord, Requests, load_requests
-from sglang_hs_capture.store.schema import DatasetInfo, Extent, SampleRecord, parse_rid
+from sglang_hs_capture.store.schema import DatasetInfo, Extent, parse_rid
 from sglang_hs_capture.store.session import SessionRecord, read_sessions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SamplePart:
     """A sample's rows at one writer; ``columns`` are those of a row there: all, or those of a pipeline stage."""
 
@@ -19,7 +19,7 @@ class SamplePart:
     extents: tuple[Extent, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SampleEntry:
     """One sample, whole.
 
@@ -51,7 +51,7 @@ class SampleEntry:
         return self.parts[0].extents
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class FailedEntry:
     """A request that failed and whose sample was not captured since."""
 
@@ -62,7 +62,7 @@ class FailedEntry:
     detail: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ShardEntry:
     """A shard of a writer; its first ``state.rows`` rows are durable."""
 
@@ -161,19 +161,13 @@ def _join(
 
 def _whole(info: DatasetInfo, replays: list[Replay]) -> list[tuple[str, int, int, tuple[SamplePart, ...]]]:
     """Put pipeline stages together: request id, length, end hash and parts of each request that has every column."""
-    wanted = set(info.columns)
-    parts: dict[tuple[str, int, int], list[SamplePart]] = {}
+    found: dict[tuple[str, int, int], list[SamplePart]] = {}
+    missing: dict[tuple[str, int, int], frozenset[str]] = {}
     for replay in replays:
         for sample in replay.samples:
-            _add_part(parts.setdefault((sample.rid, sample.length, sample.end_hash), []), replay, sample, wanted)
-    return [(*key, tuple(found)) for key, found in parts.items() if wanted == _names(found)]
-
-
-def _add_part(parts: list[SamplePart], replay: Replay, sample: SampleRecord, wanted: set[str]) -> None:
-    columns = replay.columns(sample)
-    if not (wanted - _names(parts)).isdisjoint(columns):
-        parts.append(SamplePart(replay.writer, columns, sample.extents))
-
-
-def _names(parts: list[SamplePart]) -> set[str]:
-    return {name for part in parts for name in part.columns}
+            key = (sample.rid, sample.length, sample.end_hash)
+            left, columns = missing.get(key, frozenset(info.columns)), replay.columns(sample)
+            if not left.isdisjoint(columns):
+                found.setdefault(key, []).append(SamplePart(replay.writer, columns, sample.extents))
+                missing[key] = left.difference(columns)
+    return [(*key, tuple(parts)) for key, parts in found.items() if not missing[key]]

@@ -13,7 +13,7 @@ from sglang_hs_capture.store.schema import to_hex
 LEDGER_FILE = "requests.jsonl"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RequestRecord:
     """One sample that was asked for.
 
@@ -53,7 +53,7 @@ class RequestRecord:
         return cls(raw["id"], raw["key"], length, int(raw["end_hash"], 16), mask, raw["source"])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class DroppedRecord:
     """One sample that was given up, and why."""
 

@@ -114,7 +114,7 @@ def check_version(raw: Mapping[str, Any], where: str) -> None:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ShardRecord:
     """A partial shard exists: where its rows begin, and which columns each has."""
 
@@ -130,7 +130,7 @@ class ShardRecord:
         return cls(int(raw["shard"]), int(raw["data_offset"]), tuple(raw["columns"]))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RowsRecord:
     """Rows ``start`` to ``start + count`` of a shard are durable; ``xxh3`` is the checksum of their states' bytes."""
 
@@ -147,7 +147,7 @@ class RowsRecord:
         return cls(int(raw["shard"]), int(raw["start"]), int(raw["count"]), int(raw["xxh3"], 16))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SampleRecord:
     """A sample is acknowledged: its rows, in order, and the chained hash of its tokens."""
 
@@ -173,7 +173,7 @@ class SampleRecord:
         return cls(raw["rid"], int(raw["length"]), extents, int(raw["end_hash"], 16), raw["session"])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class FailureRecord:
     """A request was seen, and its sample is not stored: why."""
 

@@ -5,7 +5,7 @@ import zlib
 from pathlib import Path
 
 import pytest
-from faulty_disk import FailAt, ShortWrites, disk
+from faulty_disk import FailAt, FaultyOS, ShortWrites, disk
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -113,6 +113,12 @@ def test_records_count_only_after_sync(tmp_path: Path) -> None:
     file.close()
     file.close()
     assert contents(path) == [{"t": "a"}]
+
+
+def test_opening_makes_lines_durable_that_a_killed_writer_left(tmp_path: Path) -> None:
+    with disk(FaultyOS()) as counting:
+        JournalFile(tmp_path / "journal-w.jsonl").close()
+    assert counting.calls == ["open", "fsync", "fsync"]
 
 
 def test_short_writes_are_continued(tmp_path: Path) -> None:
