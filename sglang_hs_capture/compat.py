@@ -67,6 +67,11 @@ def missing_names() -> list[str]:
     return missing
 
 
+# SGLang runs a request that it refuses (a prompt too long for the context or the KV pool) all the same, under its own id,
+# with this in place of its prompt.
+REFUSED_PROMPT = (0,)
+
+
 @dataclass(frozen=True)
 class EngineSettings:
     """The engine's settings that decide whether captured states would be right. Sizes are in tokens."""

@@ -13,6 +13,7 @@ import torch
 
 from sglang_hs_capture.capture.rows import HostMetadata, KeptRequest, RowPlan
 from sglang_hs_capture.capture.slots import Prefix, SlotTable
+from sglang_hs_capture.compat import REFUSED_PROMPT
 from sglang_hs_capture.errors import DiskFullError, HsCaptureError
 from sglang_hs_capture.staging.copier import Piece
 from sglang_hs_capture.staging.ring import HostRing
@@ -193,6 +194,8 @@ class Committer:
         problem = problem or _unusable(absmax[kept.target : kept.target + kept.length], kept.prefix_len)
         hashes = prefix_hashes(tokens, kept.prefix_len, found.end_hash)
         prompt_len = int(meta.prompt_lens[kept.index])
+        if prompt_len == len(REFUSED_PROMPT) and tuple(tokens) == REFUSED_PROMPT:
+            problem = problem or ("refused", "SGLang refused the request and ran a placeholder prompt in its place")
         return _OpenRequest(kept, prompt_len, tokens, positions, slots, hashes, found, problem)
 
     def _take(self, piece: Piece) -> None:

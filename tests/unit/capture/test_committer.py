@@ -185,6 +185,14 @@ def test_a_bad_row_in_any_chunk_fails_its_sample_alone(tmp_path, value, reason, 
     assert torch.equal(samples["hs-good"], Engine.states(good))
 
 
+def test_the_placeholder_of_a_refused_prompt_is_no_sample(tmp_path):
+    engine = Engine(tmp_path)
+    engine.forward([("hs-refused", [0], 0, 1), ("hs-one", [7], 0, 1), ("hs-zeros", [0, 0], 0, 2)])
+    engine.finish()
+    assert set(read_samples(tmp_path)) == {"hs-one", "hs-zeros"}
+    assert [(r["rid"], r["reason"]) for r in journal(tmp_path) if r["t"] == "failed"] == [("hs-refused", "refused")]
+
+
 def test_an_aborted_request_leaves_rows_and_no_sample(tmp_path):
     engine = Engine(tmp_path)
     engine.forward([("hs-gone", list(range(30)), 0, 10)])
@@ -222,8 +230,7 @@ def test_a_full_disk_stops_capture_keeps_samples_and_wakes_the_forward(tmp_path,
     with pytest.raises(RingClosedError, match="capture has stopped"):
         go_on()
     assert entered.is_set()
-    assert len(engine.errors) == 1
-    assert isinstance(engine.errors[0], DiskFullError)
     monkeypatch.setattr(engine.store, "append", append)
     engine.finish()
+    assert [type(error) for error in engine.errors] == [DiskFullError]
     assert {r["rid"] for r in journal(tmp_path) if r["t"] == "sample"} == {"hs-kept"}

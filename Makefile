@@ -1,0 +1,39 @@
+# Two commands for newcomers: `make demo` and `make test`. Each sets up .venv from nothing but Python and pip.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# The SGLang that the tests and the documentation are held against; the package itself takes any from 0.5.17.
+SGLANG ?= 0.5.23
+export OMP_NUM_THREADS ?= 2
+
+.PHONY: demo test unit integration lint format clean
+
+demo: $(STAMP)
+	$(BIN)/hs-capture demo
+
+test: lint unit integration
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest -q tests/unit
+
+integration: $(STAMP)
+	$(BIN)/python -m pytest -q tests/integration
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(STAMP): setup.py
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check sglang==$(SGLANG) -e '.[dev]'
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) demo-output
