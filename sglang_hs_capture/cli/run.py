@@ -15,10 +15,9 @@ from sglang_hs_capture.driver.progress import make_view
 from sglang_hs_capture.driver.pump import PumpSettings
 from sglang_hs_capture.driver.run import RunSettings
 from sglang_hs_capture.driver.source import Source, count_lines, parse_template_kwargs
-from sglang_hs_capture.driver.start import Wanted, run_on_own_server, run_on_running_server
+from sglang_hs_capture.driver.start import Wanted, run_on_own_server, run_on_running_server, served_model
 from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.errors import ConfigError
-from sglang_hs_capture.store.session import read_sessions
 
 TRUST_FLAG = "--trust-remote-code"
 
@@ -92,7 +91,8 @@ def run(
         if sglang_args:
             raise ConfigError("flags after '--' are for a server that this command starts; with --server there is none")
         wanted = Wanted(layers, final, dtype.value if dtype else None)
-        source = replace(source, tokenizer=source.tokenizer or _served_model(settings.output))
+        if not source.tokenizer and (served := served_model(settings.output)):
+            source = replace(source, tokenizer=str(served.path))
         with make_view(_total(data, limit)) as view:
             summary = run_on_running_server(server, source, settings, view, model=model, wanted=wanted, api_key=api_key)
     else:
@@ -136,12 +136,6 @@ def report(summary: Summary, file: Path | None = None) -> None:
         typer.echo(f"error: {summary.ended}", err=True)
     if file is not None:
         file.write_text(json.dumps(summary.to_json(), indent=2) + "\n", encoding="utf-8")
-
-
-def _served_model(output: Path) -> str:
-    """The model that a running server captures from, by its session record; empty if there is none."""
-    sessions = read_sessions(output) if output.is_dir() else []
-    return next((str(record.model["model_path"]) for record in sessions if record.model), "")
 
 
 def _total(data: list[Path], limit: int | None) -> int | None:

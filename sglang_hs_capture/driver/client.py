@@ -15,6 +15,7 @@ CONNECT_TIMEOUT_S = 30.0
 HEALTH_TIMEOUT_S = 30.0
 RETRY_PAUSE_S = 1.0
 MESSAGE_LIMIT = 500
+BUSY = (429, 503)
 
 
 class RefusedError(Exception):
@@ -78,14 +79,13 @@ class ServerClient:
             headers=headers,
         )
         self._sampling = {"max_new_tokens": max_new_tokens, "temperature": 0}
-        self.last_answer = time.monotonic()
 
     async def close(self) -> None:
         """Close all connections."""
         await self._session.close()
 
     async def prefill(self, rid: str, input_ids: Sequence[int]) -> None:
-        """Send one prompt and wait for the server's reply.
+        """Send one prompt and wait for the server's reply; a server whose queue is full is asked again.
 
         Raises:
             RefusedError: HTTP 4xx: the prompt itself is the reason.
@@ -93,11 +93,10 @@ class ServerClient:
             ConnectionError: the server cannot be reached, or the connection broke.
         """
         body = {"rid": rid, "input_ids": list(input_ids), "sampling_params": self._sampling}
-        async with self._post("/generate", body) as response:
-            if response.status >= 400:
-                await self._raise_for(response)
-            reply = await _json(response)
-        self.last_answer = time.monotonic()
+        reply = await self._generate(body)
+        while reply is None:
+            await asyncio.sleep(RETRY_PAUSE_S)
+            reply = await self._generate(body)
         meta = reply.get("meta_info", {}) if isinstance(reply, dict) else {}
         reason = meta.get("finish_reason")
         if isinstance(reason, dict) and reason.get("type") == "abort":
@@ -105,6 +104,15 @@ class ServerClient:
         seen = meta.get("prompt_tokens", len(input_ids))
         if seen != len(input_ids):
             raise RetryableError(f"the server computed {seen} of the prompt's {len(input_ids)} tokens")
+
+    async def _generate(self, body: Any) -> Any:
+        """The server's answer; None if its queue is full."""
+        async with self._post("/generate", body) as response:
+            if response.status in BUSY:
+                return None
+            if response.status >= 400:
+                await self._raise_for(response)
+            return await _json(response)
 
     @contextlib.asynccontextmanager
     async def _post(self, path: str, body: Any) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -115,12 +123,11 @@ class ServerClient:
             raise ConnectionError(f"{self.url}: {type(error).__name__}: {error}") from error
 
     async def _raise_for(self, response: aiohttp.ClientResponse) -> None:
-        self.last_answer = time.monotonic()
         message = f"HTTP {response.status}: {_message(await response.text())}"
         if response.status in (401, 403, 404):
             raise EngineError(f"{self.url}/generate: {message}; is this an SGLang server, and is the API key right?")
-        # A request id that is still in flight, or a full queue, passes; the prompt is not to blame.
-        if response.status >= 500 or response.status in (408, 429) or "Duplicate request ID" in message:
+        # The prompt is not to blame for a request id that is still in flight.
+        if response.status >= 500 or response.status == 408 or "Duplicate request ID" in message:
             raise RetryableError(message)
         raise RefusedError(message)
 

@@ -22,6 +22,8 @@ DEFAULT_PORT = 30000
 CAPTURE_FLAGS = ("--model-impl", "sglang", "--disable-prefill-cuda-graph", "--disable-radix-cache")
 # A server that only prefills needs no tokenizer, no decode graphs and no generated warm-up text.
 PREFILL_ONLY_FLAGS = ("--skip-tokenizer-init", "--disable-decode-cuda-graph", "--skip-server-warmup")
+# One line of log a request says nothing that the journal does not, and makes the log as long as the input.
+QUIET_FLAGS = ("--log-level-http", "warning")
 OVERRIDE_FLAG = "--json-model-override-args"
 
 
@@ -84,7 +86,7 @@ def plan_server(
     capture, overrides, rest = _merge_overrides(capture, sglang_args)
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, *CAPTURE_FLAGS]
     if prefill_only:
-        command += PREFILL_ONLY_FLAGS
+        command += [*PREFILL_ONLY_FLAGS, *QUIET_FLAGS]
     if port is not None:
         command += ["--host", LOOPBACK, "--port", str(port)]
     command += [OVERRIDE_FLAG, json.dumps(overrides, separators=(",", ":")), *rest]

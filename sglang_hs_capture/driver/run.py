@@ -1,6 +1,7 @@
 """A capture run from beginning to end: what is there is kept, what is missing is captured, and an account is given."""
 
 import asyncio
+import resource
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from sglang_hs_capture.store.requests import RequestLedger
 from sglang_hs_capture.store.session import SessionRecord
 
 LOCK_TIMEOUT_S = 1.0
+SPARE_FILES = 256
 Samples = Iterable[Sample | InputProblem]
 
 
@@ -139,7 +141,16 @@ class CaptureRun:
 def run_capture(target: Target, samples: Samples, settings: RunSettings, view: ProgressView) -> Summary:
     """Run to the end, from the main thread of a program; see ``CaptureRun.run``."""
 
+    _allow_open_files(settings.pump.max_prompts + SPARE_FILES)
+
     async def main() -> Summary:
         return await CaptureRun(target, samples, settings, view).run()
 
     return asyncio.run(main())
+
+
+def _allow_open_files(wanted: int) -> None:
+    """Raise this process's limit of open files, as far as it may: each prompt in flight has a connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))

@@ -16,9 +16,10 @@ from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.driver.target import OwnServer, RunningServer
 from sglang_hs_capture.errors import ConfigError
 from sglang_hs_capture.layers import Final, make_columns, parse_layers, resolve_boundaries
-from sglang_hs_capture.model_config import ModelConfig
+from sglang_hs_capture.model_config import ModelConfig, resolve_model_config
 from sglang_hs_capture.store import fs
 from sglang_hs_capture.store.schema import DatasetInfo
+from sglang_hs_capture.store.session import read_sessions
 
 CONNECT_GRACE_S = 30.0
 
@@ -106,13 +107,14 @@ def run_on_running_server(
     """Capture on a server that somebody else started.
 
     Args:
-        model: the model the server serves; None to take its word.
+        model: the model the server should serve; None to take its word.
 
     Raises:
         HsCaptureError: nothing was begun.
     """
     config = find_model(model) if model else None
-    samples = source.samples(max_length=None, vocab_size=config.vocab_size if config else None)
+    known = config or served_model(settings.output)
+    samples = source.samples(max_length=None, vocab_size=known.vocab_size if known else None)
     if not settings.output.is_dir():
         raise ConfigError(
             f"--output {settings.output}: there is no such directory; name the one the server captures into"
@@ -123,6 +125,16 @@ def run_on_running_server(
 
     target = RunningServer(url, settings.output, expected, api_key, CONNECT_GRACE_S)
     return run_capture(target, samples, settings, view)
+
+
+def served_model(output: Path) -> ModelConfig | None:
+    """The model that a running server captures from, by its session record, if its files are here too."""
+    sessions = read_sessions(output) if output.is_dir() else []
+    path = next((str(record.model["model_path"]) for record in sessions if record.model), None)
+    try:
+        return resolve_model_config(path) if path else None
+    except ConfigError:
+        return None
 
 
 def _make_output(output: Path) -> None:

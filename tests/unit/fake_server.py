@@ -47,7 +47,8 @@ class FakeServer:
 
     ``behave`` gets each request's number and rid, and says what happens to it: ``ok``, ``mismatch`` (states of other
     tokens are stored), ``failed`` (the journal says so), ``silent`` (never acknowledged), ``refuse`` (HTTP 400),
-    ``error`` (HTTP 500), ``cut`` (the connection breaks), ``late`` (acknowledged when the next request comes).
+    ``error`` (HTTP 500), ``busy`` (HTTP 503), ``cut`` (the connection breaks), ``late`` (acknowledged when the next
+    request comes).
     """
 
     def __init__(self, directory: Path, behave: Callable[[int, str], str] = lambda number, rid: "ok") -> None:
@@ -125,6 +126,8 @@ class FakeServer:
             request.transport.abort()
         if action == "refuse":
             return web.json_response({"error": {"message": "The input is not to my liking."}}, status=400)
+        if action == "busy":
+            return web.Response(status=503)
         if action == "error":
             return web.json_response({"error": {"message": "out of luck"}}, status=500)
         if action == "late":

@@ -12,7 +12,7 @@ import pytest
 from fake_server import FakeServer, Lines, make_sample
 
 from sglang_hs_capture.data.records import InputProblem
-from sglang_hs_capture.driver import delivery, pump
+from sglang_hs_capture.driver import client, delivery, pump
 from sglang_hs_capture.driver.delivery import DeliverySettings
 from sglang_hs_capture.driver.intake import OnBadInput
 from sglang_hs_capture.driver.pump import PumpSettings
@@ -397,3 +397,9 @@ def test_a_server_that_captures_elsewhere_is_told(tmp_path):
     summary = asyncio.run(main())
     assert summary.exit_code == HsCaptureError.exit_code + 5
     assert f"captures into {tmp_path}, not into --output {other}" in summary.ended
+
+
+def test_a_full_queue_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "RETRY_PAUSE_S", 0.01)
+    summary, server, _ = run(tmp_path, samples(["a"]), behave=lambda n, rid: "busy" if n < 5 else "ok")
+    assert (summary.captured, summary.resent, len(server.requests)) == (1, 0, 6)
