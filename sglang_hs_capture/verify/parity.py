@@ -92,7 +92,7 @@ class ReferenceModel:
             )
         self._model.eval()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def states(self, input_ids: Tensor | Sequence[int], boundaries: Sequence[int], final: Final) -> list[Tensor]:
         """Run a prompt and return its states in the order of ``make_columns``.
 
@@ -120,7 +120,7 @@ class ReferenceModel:
             for column in make_columns(boundaries, final)
         ]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def logits(self, input_ids: Tensor | Sequence[int]) -> Tensor:
         """``[S, vocab]`` in float32: what the model predicts after each token of the prompt."""
         tokens = torch.as_tensor(input_ids, dtype=torch.int64)

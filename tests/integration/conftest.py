@@ -73,7 +73,8 @@ def running_server(model: Path, log: Path, *flags: str, env: dict[str, str] | No
     port = free_port()
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), *flags]
-    environment = {"OMP_NUM_THREADS": "2", **os.environ, "SGLANG_PLATFORM": "hs_capture_cpu", **(env or {})}
+    platform = {"SGLANG_PLATFORM": "hs_capture_cpu", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {"OMP_NUM_THREADS": "2", **os.environ, **platform, **(env or {})}
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
