@@ -15,6 +15,7 @@ from sglang_hs_capture.driver.client import ServerClient
 from sglang_hs_capture.driver.launch import LOOPBACK, LaunchPlan
 from sglang_hs_capture.driver.serverlog import cause_of_death, import_warning, read_tail
 from sglang_hs_capture.errors import EngineError, GuardError
+from sglang_hs_capture.store import fs
 from sglang_hs_capture.store.session import SessionRecord, read_sessions
 
 LOG_FILE = "server.log"
@@ -53,8 +54,12 @@ class ManagedServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Launch the process. Call it from the main thread: the server lives as long as the thread that started it."""
-        with self.log_path.open("ab") as log:
+        """Launch the process. Call it from the main thread: the server lives as long as the thread that started it.
+
+        Raises:
+            StoreError: the log cannot be written.
+        """
+        with fs.io_errors(self.log_path, "write the server's log"), self.log_path.open("ab") as log:
             log.write(f"\n==== {time.strftime('%Y-%m-%d %H:%M:%S')} {self.plan.shell_line()}\n".encode())
             log.flush()
             self._log_start = log.tell()

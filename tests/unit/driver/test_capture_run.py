@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -403,3 +405,44 @@ def test_a_full_queue_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(client, "RETRY_PAUSE_S", 0.01)
     summary, server, _ = run(tmp_path, samples(["a"]), behave=lambda n, rid: "busy" if n < 5 else "ok")
     assert (summary.captured, summary.resent, len(server.requests)) == (1, 0, 6)
+
+
+IMPATIENT = """
+import asyncio, sys
+from pathlib import Path
+from fake_server import FakeServer, Lines, make_sample
+from sglang_hs_capture.driver.run import CaptureRun, RunSettings
+from sglang_hs_capture.driver.target import RunningServer
+
+class Target(RunningServer):
+    def kill(self):
+        (directory / "killed").touch()
+
+directory = Path(sys.argv[1])
+
+async def main():
+    async with FakeServer(directory, lambda number, rid: "silent") as server:
+        target = Target(server.url, directory, expected=lambda info: [], api_key=None, grace_s=2.0)
+        view = Lines()
+        view.say = lambda text: print(text, flush=True)
+        view.update = lambda snapshot: print("in flight", flush=True) if snapshot.in_flight else None
+        await CaptureRun(target, [make_sample("a")], RunSettings(directory), view).run()
+
+asyncio.run(main())
+"""
+
+
+def test_a_second_signal_ends_at_once_and_kills_the_server(tmp_path):
+    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", IMPATIENT, str(tmp_path)]
+    with subprocess.Popen(command, env=path, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            next(line for line in process.stdout if line == "in flight\n")
+            process.send_signal(signal.SIGINT)
+            next(line for line in process.stdout if line.startswith("SIGINT: finishing"))
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=10) == 130
+        finally:
+            process.kill()
+    assert (tmp_path / "killed").exists()
