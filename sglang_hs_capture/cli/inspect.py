@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sglang_hs_capture.driver.watch import is_running
 from sglang_hs_capture.layers import draft_ids, output_of_layer_ids
 from sglang_hs_capture.store.index import DatasetIndex, load_index
 from sglang_hs_capture.store.schema import DatasetInfo
@@ -69,6 +70,7 @@ def describe(directory: Path, index: DatasetIndex) -> dict[str, Any]:
             {
                 "writer": record.writer,
                 "state": record.state,
+                "running": is_running(record),
                 "error": record.error,
                 "updated_at": record.updated_at,
                 "counters": vars(record.counters),
@@ -126,6 +128,8 @@ def lines(account: dict[str, Any]) -> list[str]:
     shown += [f"  {count:,} x {reason}" for reason, count in list(account["reasons"].items())[:SHOWN_REASONS]]
     for session in account["sessions"]:
         reason = f": {session['error']}" if session["error"] else ""
+        if session["state"] in {"starting", "ready"} and session["running"] is False:
+            reason = ", but its process has ended"
         counters = session["counters"]
         shown.append(
             f"Session      {session['writer']} {session['state']}{reason} ({counters['rows']:,} rows, "

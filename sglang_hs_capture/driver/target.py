@@ -1,8 +1,6 @@
 """Where prompts go: a server started for this run, or one that is running already."""
 
 import json
-import os
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +11,7 @@ from sglang_hs_capture.driver.client import ServerClient
 from sglang_hs_capture.driver.launch import LaunchPlan
 from sglang_hs_capture.driver.preflight import check_plugin
 from sglang_hs_capture.driver.server import ManagedServer
+from sglang_hs_capture.driver.watch import is_running
 from sglang_hs_capture.errors import DatasetMismatchError, EngineError
 from sglang_hs_capture.model_config import ModelConfig
 from sglang_hs_capture.store.identity import DATASET_FILE, read_info
@@ -136,7 +135,7 @@ class RunningServer(Target):
             raise EngineError(f"{self._url}: no healthy SGLang server answered within {self._grace_s:g} s")
         await self._check_output_dir()
         sessions = [record for record in read_sessions(self._directory) if record.state in ("ready", "stopped")]
-        sessions = [record for record in sessions if _may_live(record)]
+        sessions = [record for record in sessions if is_running(record) is not False]
         if not sessions:
             raise EngineError(
                 f"{self._url} answers, but no server captures into {self._directory}: start it with `hs-capture serve "
@@ -174,16 +173,3 @@ def output_dir_of(server_info: Mapping[str, Any]) -> str | None:
         return str(overrides[CONFIG_KEY]["output_dir"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
-
-
-def _may_live(record: SessionRecord) -> bool:
-    """Whether the process of a session may still be there; of another host's it cannot be known."""
-    if record.host != socket.gethostname():
-        return True
-    try:
-        os.kill(record.pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

@@ -271,6 +271,7 @@ def test_inspect_json_is_what_scripts_rely_on(capsys, dataset):
             {
                 "writer": "dp0-pp0",
                 "state": "closed",
+                "running": None,
                 "error": None,
                 "counters": {
                     "rows": 15,
@@ -314,3 +315,12 @@ def test_the_cli_imports_neither_torch_nor_sglang():
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_inspect_tells_a_session_whose_process_has_ended(capsys, dataset):
+    import socket
+
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    write_session(dataset, SessionRecord("dp0-pp0", "5e" * 16, gone.pid, socket.gethostname(), state="ready"))
+    assert "dp0-pp0 ready, but its process has ended" in call(capsys, "inspect", dataset)[1]
