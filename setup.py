@@ -5,7 +5,8 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-INIT = Path(__file__).parent / "sglang_hs_capture" / "__init__.py"
+ROOT = Path(__file__).parent
+INIT = ROOT / "sglang_hs_capture" / "__init__.py"
 
 
 def read_version() -> str:
@@ -22,12 +23,18 @@ setup(
     name="sglang-hs-capture",
     version=read_version(),
     description="Captures hidden states from SGLang at full prefill speed, for training EAGLE-3 draft models",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["sglang_hs_capture", "sglang_hs_capture.*"]),
-    package_data={"sglang_hs_capture.demo": ["*.json", "*.jsonl", "*.txt", "*.jinja"]},
+    package_data={"sglang_hs_capture.demo": ["*.jinja", "*.jsonl"]},
     install_requires=[
         "sglang>=0.5.17",
         "torch",
+        "transformers",
+        "tokenizers",
+        "huggingface-hub",
         "triton",
         "safetensors",
         "numpy",

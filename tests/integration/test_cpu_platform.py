@@ -8,7 +8,7 @@ import torch
 
 from sglang_hs_capture.verify.parity import ReferenceModel, load_reference
 
-from .conftest import Server, StartServer
+from .conftest import Server, StartServer, running_server
 
 pytestmark = pytest.mark.engine
 
@@ -54,6 +54,19 @@ def test_input_logprobs_agree_with_transformers(server: Server, reference: Refer
     got, expected = input_logprobs(server, tokens), expected_logprobs(reference, tokens)
     assert got.shape == expected.shape
     assert (got - expected).abs().max() < LOGPROB_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "flags", [("--page-size", "16"), ("--disable-radix-cache",), ("--tp-size", "2"), ("--pp-size", "2")], ids=" ".join
+)
+def test_input_logprobs_agree_with_transformers_in_other_configurations(
+    kimi_checkpoint: Path, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    tokens = prompt(3 * CHUNK + 9, seed=40)
+    expected = expected_logprobs(load_reference(kimi_checkpoint), tokens)
+    chunked = ("--chunked-prefill-size", str(CHUNK))
+    with running_server(kimi_checkpoint, tmp_path / "server.log", *chunked, *flags) as server:
+        assert (input_logprobs(server, tokens) - expected).abs().max() < LOGPROB_TOLERANCE
 
 
 def test_a_batch_of_prompts_with_a_shared_prefix_agrees_with_transformers(
