@@ -215,6 +215,45 @@ def test_captured_bytes_equal_plain_forward_hooks(start_server, deepseek_checkpo
             assert torch.equal(state, torch.cat(recorded[rid, name]).to(torch.bfloat16)), (rid, name)
 
 
+def test_tensor_parallel_ranks_capture_once_and_right(start_server, kimi_checkpoint, tmp_path_factory):
+    """Two ranks: the states are whole on the one that writes, and the other leaves nothing."""
+    output = tmp_path_factory.mktemp("tp") / "dataset"
+    env = environment(SGLANG_CPU_OMP_THREADS_BIND="0|1")
+    server = start_server(kimi_checkpoint, *flags(output, "--tp-size", "2"), env=env)
+    prompts = {f"hs-{n}": prompt(n, 60) for n in (1, CHUNK, CHUNK + 1, 150)}
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda item: server.generate(item[1], rid=item[0]), prompts.items()))
+    got = states_of(output, set(prompts))
+    for rid, ids in prompts.items():
+        expected = reference_states(kimi_checkpoint, ids, BOUNDARIES, Final.BOTH)
+        for state, reference in zip(got[rid]["hidden_states"], expected, strict=True):
+            assert relative_error(state, reference) <= TOLERANCE
+    assert [file.name for file in output.glob("journal-*")] == ["journal-dp0-pp0.jsonl"]
+    assert stored_rows(output) == sum(map(len, prompts.values()))
+
+
+@pytest.mark.parametrize("architecture", ["DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV3Capture"])
+def test_every_class_captures(start_server, deepseek_checkpoint, tmp_path_factory, architecture):
+    """The same weights under each architecture's class: V3.2 without its sparse index, which needs a GPU."""
+    model = tmp_path_factory.mktemp(architecture) / "model"
+    model.mkdir()
+    for file in deepseek_checkpoint.iterdir():
+        (model / file.name).symlink_to(file)
+    config = json.loads((deepseek_checkpoint / "config.json").read_text())
+    names = [architecture, "DeepseekV3ForCausalLM"] if architecture.endswith("Capture") else [architecture]
+    (model / "config.json").unlink()
+    (model / "config.json").write_text(json.dumps({**config, "architectures": names}))
+    output = model.parent / "dataset"
+    server = start_server(model, *flags(output), env=environment())
+    server.generate(prompt(100, 70), rid="hs-1")
+    sample = states_of(output, {"hs-1"})["hs-1"]
+    (session,) = read_sessions(output)
+    assert session.architecture_class == f"sglang_hs_capture.models.deepseek.{architecture}"
+    expected = reference_states(deepseek_checkpoint, prompt(100, 70), BOUNDARIES, Final.BOTH)
+    for state, reference in zip(sample["hidden_states"], expected, strict=True):
+        assert relative_error(state, reference) <= TOLERANCE
+
+
 @pytest.mark.parametrize(
     ("flag", "named"),
     [
