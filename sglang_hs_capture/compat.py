@@ -67,8 +67,8 @@ def missing_names() -> list[str]:
     return missing
 
 
-# SGLang runs a request that it refuses (a prompt too long for the context or the KV pool) all the same, under its own id,
-# with this in place of its prompt.
+# SGLang runs a request that it refuses (a prompt too long for the context or the KV pool) all the same, under its own
+# id, with this in place of its prompt.
 REFUSED_PROMPT = (0,)
 
 
@@ -82,6 +82,7 @@ class EngineSettings:
     max_prefill_tokens: int
     is_mla: bool
     radix_cache: bool
+    hierarchical_cache: bool
     prefill_cuda_graph: bool
     mixed_chunk: bool
     two_batch_overlap: bool
@@ -133,6 +134,7 @@ def engine_settings() -> EngineSettings:
         max_prefill_tokens=int(_read(args, "max_prefill_tokens")),
         is_mla=model_config.attention_arch == AttentionArch.MLA,
         radix_cache=not _read(args, "disable_radix_cache"),
+        hierarchical_cache=bool(_read(args, "enable_hierarchical_cache")),
         prefill_cuda_graph=not check_cuda_graph_backend(Phase.PREFILL, Backend.DISABLED),
         mixed_chunk=bool(_read(args, "enable_mixed_chunk")),
         two_batch_overlap=bool(_read(args, "enable_two_batch_overlap")),

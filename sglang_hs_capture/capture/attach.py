@@ -91,6 +91,7 @@ def _attach(
         context_length=settings.context_length,
         max_prompt_tokens=settings.context_length - 1,
         chunked_prefill_size=settings.chunked_prefill_size,
+        prefix_cache=settings.radix_cache,
         draft_ids=layers.draft_ids(boundaries),
     )
     chunk = settings.chunked_prefill_size

@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from sglang_hs_capture.capture.inflight import InFlight, RequestState
 from sglang_hs_capture.capture.rows import HostMetadata, KeptRequest, RowPlan
 from sglang_hs_capture.capture.slots import Prefix, SlotTable
 from sglang_hs_capture.compat import REFUSED_PROMPT
@@ -18,12 +19,11 @@ from sglang_hs_capture.errors import DiskFullError, HsCaptureError
 from sglang_hs_capture.staging.copier import Piece
 from sglang_hs_capture.staging.ring import HostRing
 from sglang_hs_capture.store.hashing import prefix_hashes
-from sglang_hs_capture.store.schema import Extent, merge_extents
+from sglang_hs_capture.store.schema import Extent, merge_extents, parse_rid
 from sglang_hs_capture.store.writer import StoreWriter
 
 logger = logging.getLogger(__name__)
 
-_MOST_CARRIED = 4096
 _IDLE_S = 1.0
 
 
@@ -53,7 +53,9 @@ class _OpenRequest:
     """A captured request's rows of the current batch, as far as they have been stored."""
 
     kept: KeptRequest
+    state: RequestState
     prompt_len: int
+    expected_hash: int | None
     tokens: np.ndarray
     positions: np.ndarray
     slots: np.ndarray
@@ -104,8 +106,7 @@ class Committer:
         self._queue: queue.SimpleQueue[BatchHeader | Piece | None] = queue.SimpleQueue()
         self._slots = SlotTable()
         self._open: list[_OpenRequest] = []
-        # Why an earlier chunk of a prompt was not stored; the last chunk reports it.
-        self._carried: dict[str, tuple[str, str]] = {}
+        self._inflight = InFlight()
         self._dirty_since: float | None = None
         self._failed = False
         self.tallies = Tallies()
@@ -187,8 +188,9 @@ class Committer:
         rows = slice(kept.source, kept.source + kept.length)
         tokens, slots = meta.input_ids[rows], meta.slots[rows]
         positions = np.arange(kept.prefix_len, kept.prefix_len + kept.length, dtype=np.int64)
-        found = self._slots.lookup(meta.prefix_slots(kept))
-        problem = self._carried.pop(kept.rid, None) if kept.prefix_len else None
+        state, name = self._inflight.enter(kept.rid, kept.prefix_len), parse_rid(kept.rid)
+        found = self._slots.lookup(meta.prefix_slots(kept), state.serial, own_only=name is None)
+        problem = state.problem
         if isinstance(found, str):
             problem, found = problem or ("incomplete", found), Prefix((), 0)
         problem = problem or _unusable(absmax[kept.target : kept.target + kept.length], kept.prefix_len)
@@ -196,7 +198,8 @@ class Committer:
         prompt_len = int(meta.prompt_lens[kept.index])
         if prompt_len == len(REFUSED_PROMPT) and tuple(tokens) == REFUSED_PROMPT:
             problem = problem or ("refused", "SGLang refused the request and ran a placeholder prompt in its place")
-        return _OpenRequest(kept, prompt_len, tokens, positions, slots, hashes, found, problem)
+        expected = name.end_hash if name is not None else None
+        return _OpenRequest(kept, state, prompt_len, expected, tokens, positions, slots, hashes, found, problem)
 
     def _take(self, piece: Piece) -> None:
         piece.wait()
@@ -216,7 +219,8 @@ class Committer:
         if request.problem is None:
             tokens, positions, hashes = request.tokens[rows], request.positions[rows], request.hashes[rows]
             extents = self._store.append(data, tokens, positions, hashes)
-            self._slots.record(slots, extents, tokens, positions, hashes)
+            self._slots.record(slots, extents, tokens, positions, hashes, request.state.serial)
+            request.state.slots.append(slots)
             request.extents.extend(extents)
         else:
             # A row that is bad, or whose place in a prompt is unknown, is never linked to: it is not stored at all.
@@ -228,24 +232,24 @@ class Committer:
     def _finish(self, request: _OpenRequest) -> None:
         rid, length = request.kept.rid, request.kept.prefix_len + request.kept.length
         if length < request.prompt_len:
-            if request.problem is not None:
-                self._carry(rid, request.problem)
+            request.state.problem = request.problem
             return
-        if request.problem is not None:
-            reason, detail = request.problem
-            self.tallies.incomplete += reason == "incomplete"
-            self.tallies.failed += reason != "incomplete"
-            logger.warning("hs_capture: request %r was not captured: %s: %s", rid, reason, detail)
-            self._store.add_failure(rid, reason, detail)
+        self._inflight.leave(rid)
+        problem, end_hash = request.problem, int(request.hashes[-1])
+        if problem is None and request.expected_hash not in (None, end_hash):
+            problem = ("incomplete", "the stored rows add up to another prompt: a KV slot was rewritten unseen")
+        if problem is not None:
+            self._slots.forget_of(request.state.all_slots(), request.state.serial)
+            self._give_up(rid, *problem)
             return
-        extents = merge_extents([*request.prefix.extents, *request.extents])
-        self._store.add_sample(rid, length, extents, int(request.hashes[-1]))
+        self._slots.prove(request.state.all_slots(), request.state.serial)
+        self._store.add_sample(rid, length, merge_extents([*request.prefix.extents, *request.extents]), end_hash)
 
-    def _carry(self, rid: str, problem: tuple[str, str]) -> None:
-        # Requests aborted between chunks never come back for theirs: the oldest go first.
-        while len(self._carried) >= _MOST_CARRIED:
-            del self._carried[next(iter(self._carried))]
-        self._carried[rid] = problem
+    def _give_up(self, rid: str, reason: str, detail: str) -> None:
+        self.tallies.incomplete += reason == "incomplete"
+        self.tallies.failed += reason != "incomplete"
+        logger.warning("hs_capture: request %r was not captured: %s: %s", rid, reason, detail)
+        self._store.add_failure(rid, reason, detail)
 
     def _commit(self) -> None:
         self.tallies.samples += len(self._store.commit())

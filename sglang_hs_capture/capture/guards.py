@@ -27,7 +27,11 @@ def _rules(s: EngineSettings) -> list[tuple[bool, str]]:
             "the prefill CUDA graph is on: it replays without running the model's forward, and nothing would be "
             "captured; add --disable-prefill-cuda-graph",
         ),
-        (s.radix_cache, "the radix cache is on: rows of cached prefixes would be missing; add --disable-radix-cache"),
+        (
+            s.hierarchical_cache,
+            "the hierarchical cache moves prefixes between slots unseen, so that their rows could not be found; remove "
+            "--enable-hierarchical-cache",
+        ),
         (s.mixed_chunk, "decode tokens would be mixed into prefill batches; remove --enable-mixed-chunk"),
         (s.two_batch_overlap, "two-batch overlap skips the capture of layer inputs; remove --enable-two-batch-overlap"),
         (

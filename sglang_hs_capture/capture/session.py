@@ -210,6 +210,7 @@ class WritingCapture(Capture):
             blocked_s=round(self._ring.blocked_s, 6),
             disk_wait_s=round(self._store.disk_wait_s, 6),
             ring_bytes=self._ring.nbytes,
+            slot_table_bytes=self._committer.slot_table_bytes,
         )
         self._reporter.progress(counters, now=now)
 

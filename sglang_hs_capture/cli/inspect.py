@@ -35,6 +35,7 @@ def describe(directory: Path, index: DatasetIndex) -> dict[str, Any]:
     info = index.info
     rows = sum(entry.state.rows for entry in index.shards)
     used = _used_rows(index)
+    tokens = sum(sample.length for sample in index.samples)
     finished = sum(entry.state.finished for entry in index.shards)
     return {
         "path": str(directory),
@@ -52,9 +53,11 @@ def describe(directory: Path, index: DatasetIndex) -> dict[str, Any]:
         "created_at": info.created_at,
         "sglang_version": info.sglang_version,
         "samples": len(index.samples),
-        "tokens": sum(sample.length for sample in index.samples),
+        "tokens": tokens,
         "rows": rows,
         "rows_without_sample": rows - used,
+        # The share of the samples' tokens whose row was there; in compute, less what was computed in vain.
+        "reused": {"disk": _share(tokens - used, tokens), "compute": _share(tokens - rows, tokens)},
         "bytes": rows * info.row_bytes,
         "shards": {"finished": finished, "unfinished": len(index.shards) - finished},
         "requests": {
@@ -78,6 +81,10 @@ def describe(directory: Path, index: DatasetIndex) -> dict[str, Any]:
             for record in index.sessions
         ],
     }
+
+
+def _share(part: int, whole: int) -> float:
+    return round(max(0, part) / whole, 6) if whole else 0.0
 
 
 def _final_ids(info: DatasetInfo) -> dict[str, int]:
@@ -121,6 +128,8 @@ def lines(account: dict[str, Any]) -> list[str]:
         f"States       {', '.join(account['columns'])}, {account['dtype']}",
         f"Samples      {account['samples']:,} ({account['tokens']:,} tokens)",
         f"Rows         {account['rows']:,} ({account['bytes'] / GB:.3f} GB), {share:.1%} of them in no sample",
+        f"Reused       {account['reused']['compute']:.1%} of the samples' tokens in compute, "
+        f"{account['reused']['disk']:.1%} on disk: their prefix was there from another sample",
         f"Shards       {shards['finished']:,} finished, {shards['unfinished']:,} unfinished",
         f"Requests     {requests['asked']:,} asked for, {requests['pending']:,} still missing, "
         f"{requests['dropped']:,} dropped, {requests['failed']:,} failed, {requests['mismatched']:,} of other tokens",
@@ -133,7 +142,10 @@ def lines(account: dict[str, Any]) -> list[str]:
         counters = session["counters"]
         shown.append(
             f"Session      {session['writer']} {session['state']}{reason} ({counters['rows']:,} rows, "
-            f"{counters['samples']:,} samples, ring full {counters['blocked_s']:.1f} s, {session['updated_at']})"
+            f"{counters['samples']:,} samples, ring full {counters['blocked_s']:.1f} s, "
+            f"{counters['incomplete']:,} times a prefix could not be proven, "
+            f"{(counters['ring_bytes'] + counters['slot_table_bytes']) / GB:.2f} GB of host memory, "
+            f"{session['updated_at']})"
         )
     return shown + _draft_lines(account["draft_ids"])
 

@@ -51,7 +51,7 @@ def prepare(
     typer.echo(f"{out} is ready: {CONFIG_FILE} names {CAPTURE_CLASSES[load_model_config(out).architecture]} first.")
     typer.echo(
         "Serve it with: SGLANG_EXTERNAL_MODEL_PACKAGE=sglang_hs_capture.models python -m sglang.launch_server "
-        f"--model-path {out} --model-impl sglang --disable-prefill-cuda-graph --disable-radix-cache"
+        f"--model-path {out} --model-impl sglang --disable-prefill-cuda-graph"
     )
 
 

@@ -84,15 +84,23 @@ class ServerClient:
         """Close all connections."""
         await self._session.close()
 
-    async def prefill(self, rid: str, input_ids: Sequence[int]) -> None:
+    async def prefill(self, rid: str, input_ids: Sequence[int], *, bypass_cache: bool = False) -> None:
         """Send one prompt and wait for the server's reply; a server whose queue is full is asked again.
+
+        Args:
+            rid: the request's id.
+            input_ids: the prompt's tokens.
+            bypass_cache: compute the whole prompt, whatever the prefix cache holds.
 
         Raises:
             RefusedError: HTTP 4xx: the prompt itself is the reason.
             RetryableError: HTTP 5xx, an aborted request, or a reply about another number of tokens.
             ConnectionError: the server cannot be reached, or the connection broke.
         """
-        body = {"rid": rid, "input_ids": list(input_ids), "sampling_params": self._sampling}
+        body: dict[str, Any] = {"rid": rid, "input_ids": list(input_ids), "sampling_params": self._sampling}
+        if bypass_cache:
+            # A key that no other request has: SGLang keeps a prefix tree of its own for each.
+            body["extra_key"] = rid
         reply = await self._generate(body)
         while reply is None:
             await asyncio.sleep(RETRY_PAUSE_S)

@@ -39,6 +39,7 @@ class _Pending:
 
     record: RequestRecord
     rid: str
+    attempt: int
     verdict: asyncio.Future[str]
 
     def settle(self, verdict: str) -> bool:
@@ -69,7 +70,7 @@ class Delivery:
             The ledger's record of the sample if this very record acknowledges it.
         """
         parsed = parse_rid(record.rid)
-        pending = self._pending.get(parsed[1]) if parsed and parsed[0] == self._rid_prefix else None
+        pending = self._pending.get(parsed.key) if parsed and parsed.prefix == self._rid_prefix else None
         if pending is None:
             return None
         if isinstance(record, SampleRecord):
@@ -82,8 +83,12 @@ class Delivery:
             pending.settle(f"{record.reason}: {record.detail}")
         return None
 
-    async def deliver(self, job: Job) -> None:
+    async def deliver(self, job: Job, computed: asyncio.Event | None = None) -> None:
         """Send a sample until it is acknowledged.
+
+        Args:
+            job: the sample.
+            computed: set as soon as the server has computed the prompt, which is before its acknowledgement.
 
         Raises:
             RefusedError: the server does not take this prompt.
@@ -96,25 +101,26 @@ class Delivery:
                 self.resent += 1
                 await asyncio.sleep(RESEND_PAUSE_S)
             with self._watching(job, attempt) as pending:
-                reason = await self._attempt(job, pending)
+                reason = await self._attempt(job, pending, computed)
             if not reason:
                 return
         raise DroppedError(f"not captured in {self._settings.attempts} attempts; the last one: {reason}")
 
     @contextlib.contextmanager
     def _watching(self, job: Job, attempt: int) -> Iterator[_Pending]:
-        rid = make_rid(self._rid_prefix, job.record.key, attempt)
-        pending = _Pending(job.record, rid, asyncio.get_running_loop().create_future())
+        rid = make_rid(self._rid_prefix, job.record.key, attempt, job.record.end_hash)
+        pending = _Pending(job.record, rid, attempt, asyncio.get_running_loop().create_future())
         self._pending[job.record.key] = pending
         try:
             yield pending
         finally:
             del self._pending[job.record.key]
 
-    async def _attempt(self, job: Job, pending: _Pending) -> str:
+    async def _attempt(self, job: Job, pending: _Pending, computed: asyncio.Event | None) -> str:
         """One attempt: "" when the sample is acknowledged, the reason when it is not."""
         try:
-            await self._client.prefill(pending.rid, job.input_ids.tolist())
+            # Rows that could not be found or proven in the cache are computed anew.
+            await self._client.prefill(pending.rid, job.input_ids.tolist(), bypass_cache=pending.attempt > 0)
         except (RefusedError, RetryableError, ConnectionError) as error:
             if pending.verdict.done() and not pending.verdict.result():
                 return ""  # the reply was lost, the states were not
@@ -123,6 +129,8 @@ class Delivery:
             if isinstance(error, ConnectionError):
                 await self._reconnect(error)
             return str(error)
+        if computed is not None:
+            computed.set()
         try:
             return await asyncio.wait_for(pending.verdict, self._settings.ack_timeout_s)
         except TimeoutError:

@@ -22,6 +22,7 @@ class Ending:
         self.error: Exception | None = None
         self.signal: signal.Signals | None = None
         self._stopped = asyncio.Event()
+        self._cut = asyncio.Event()
         self._failed = asyncio.Event()
 
     @property
@@ -34,11 +35,13 @@ class Ending:
         """Whether there is nothing to wait for any more."""
         return self._failed.is_set()
 
-    def stop(self, error: Exception | None = None) -> None:
-        """End in order."""
+    def stop(self, error: Exception | None = None, *, send_accepted: bool = False) -> None:
+        """End in order; with ``send_accepted``, what was taken from the input before is still sent."""
         if not self.stopped:
             self.error = error
         self._stopped.set()
+        if not send_accepted:
+            self._cut.set()
 
     def fail(self, error: Exception) -> None:
         """End at once; such a reason counts more than one to end in order."""
@@ -46,10 +49,15 @@ class Ending:
             self.error = error
         self._failed.set()
         self._stopped.set()
+        self._cut.set()
 
     async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Do ``work`` until a reason to end comes up; None if one did."""
         return await self._race(work, self._stopped)
+
+    async def unless_cut(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Do ``work`` until nothing more is to be sent; None if it came to that."""
+        return await self._race(work, self._cut)
 
     async def unless_failed(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T | None:
         """Do ``work`` until a failure or the time limit; None if one of them came first."""

@@ -54,7 +54,7 @@ class Intake:
         try:
             batch = await self._feed.next_batch()
         except InputError as error:
-            self._ending.stop(error)
+            self._ending.stop(error, send_accepted=True)
             return None
         if not batch or self._ending.stopped:
             return None
@@ -86,16 +86,17 @@ class Intake:
     def _note(self, verdict: InputProblem | Done) -> None:
         self.summary.asked += 1
         if isinstance(verdict, InputProblem):
-            self._leave_out(verdict)
+            self._leave_out(verdict, send_accepted=True)
             return
         self.summary.already += 1
         if verdict.record is not None:
             self._ledger.append(verdict.record)
             self.summary.remasked += 1
 
-    def _leave_out(self, problem: InputProblem) -> None:
+    def _leave_out(self, problem: InputProblem, *, send_accepted: bool = False) -> None:
         if self._policy is OnBadInput.STOP:
-            self._ending.stop(InputError(f"{problem} (--on-bad-input skip leaves such samples out)"))
+            error = InputError(f"{problem} (--on-bad-input skip leaves such samples out)")
+            self._ending.stop(error, send_accepted=send_accepted)
         self.summary.skipped.append(problem)
 
     def captured(self, record: RequestRecord) -> None:

@@ -18,8 +18,8 @@ CPU_PLATFORM = "hs_capture_cpu"
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 30000
 
-# Without these, states would be missing (a replayed prefill graph runs no Python) or rows would be shared unseen.
-CAPTURE_FLAGS = ("--model-impl", "sglang", "--disable-prefill-cuda-graph", "--disable-radix-cache")
+# Without these, states would be missing: a replayed prefill graph runs no Python.
+CAPTURE_FLAGS = ("--model-impl", "sglang", "--disable-prefill-cuda-graph")
 # A server that only prefills needs no tokenizer, no decode graphs and no generated warm-up text.
 PREFILL_ONLY_FLAGS = ("--skip-tokenizer-init", "--disable-decode-cuda-graph", "--skip-server-warmup")
 # One line of log a request says nothing that the journal does not, and makes the log as long as the input.

@@ -9,6 +9,7 @@ from sglang_hs_capture.driver.delivery import Delivery, DroppedError
 from sglang_hs_capture.driver.ending import Ending
 from sglang_hs_capture.driver.feed import Job
 from sglang_hs_capture.driver.intake import Intake
+from sglang_hs_capture.driver.prefix_order import Step, prefix_order
 from sglang_hs_capture.driver.progress import ProgressView, Snapshot
 from sglang_hs_capture.driver.target import Target
 from sglang_hs_capture.driver.watch import JournalWatch, SessionWatch
@@ -25,12 +26,16 @@ class PumpSettings:
     Attributes:
         max_prompts: most prompts in flight.
         max_tokens: most tokens in flight.
+        order_prompts: so many prompts are looked at together, to bring those that share a prefix one after another.
+        order_seconds: no longer than so long is waited for that many.
         stall_timeout_s: give up when nothing at all has moved for so long.
         drain_timeout_s: after a signal, how long to wait for what is in flight.
     """
 
     max_prompts: int = 512
     max_tokens: int = 2**21
+    order_prompts: int = 1024
+    order_seconds: float = 1.0
     stall_timeout_s: float = 900.0
     drain_timeout_s: float = 60.0
 
@@ -49,10 +54,12 @@ class Pump:
         settings: PumpSettings,
         ending: Ending,
         view: ProgressView,
+        prefix_cache: bool,
     ) -> None:
         self._intake, self._delivery, self._target = intake, delivery, target
         self._journals, self._sessions = journals, sessions
         self._settings, self._ending, self._view = settings, ending, view
+        self._prefix_cache = prefix_cache
         self._window = Window(settings.max_prompts, settings.max_tokens)
         self._tasks: set[asyncio.Task[None]] = set()
         self._moved_at = time.monotonic()
@@ -62,7 +69,7 @@ class Pump:
         """Send everything and wait for it; returns early when the run ends early."""
         watcher = asyncio.create_task(self._watch())
         try:
-            await self._ending.unless_stopped(self._send())
+            await self._ending.unless_cut(self._send())
             await self._ending.unless_stopped(self._drain())
             limit = self._settings.drain_timeout_s if self._ending.signal else None
             await self._ending.unless_failed(self._drain(), limit)
@@ -77,20 +84,45 @@ class Pump:
             self._show()
 
     async def _send(self) -> None:
-        while (jobs := await self._intake.next_jobs()) is not None:
-            for job in jobs:
-                await self._window.enter(job.record.length)
-                task = asyncio.create_task(self._deliver(job))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+        gathering = asyncio.create_task(self._gather())
+        try:
+            while jobs := await gathering:
+                gathering = asyncio.create_task(self._gather())
+                computed = [asyncio.Event() for _ in jobs]
+                for step in await asyncio.to_thread(self._order, jobs):
+                    await self._window.enter(jobs[step.index].record.length)
+                    after = None if step.after is None else computed[step.after]
+                    task = asyncio.create_task(self._deliver(jobs[step.index], computed[step.index], after))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+        finally:
+            gathering.cancel()
+
+    async def _gather(self) -> list[Job]:
+        """The next samples to put in order; while they are sent, the next ones are tokenised."""
+        deadline = time.monotonic() + self._settings.order_seconds
+        jobs: list[Job] = []
+        while len(jobs) < self._settings.order_prompts and (not jobs or time.monotonic() < deadline):
+            more = await self._intake.next_jobs()
+            if more is None:
+                break
+            jobs.extend(more)
+        return jobs
+
+    def _order(self, jobs: list[Job]) -> list[Step]:
+        if not self._prefix_cache:
+            return [Step(index, None, 0) for index in range(len(jobs))]
+        return prefix_order([job.input_ids for job in jobs])
 
     async def _drain(self) -> None:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def _deliver(self, job: Job) -> None:
+    async def _deliver(self, job: Job, computed: asyncio.Event, after: asyncio.Event | None) -> None:
         try:
-            await self._delivery.deliver(job)
+            if after is not None:
+                await after.wait()
+            await self._delivery.deliver(job, computed)
         except RefusedError as error:
             self._intake.refuse(job, f"the server refuses this prompt: {error}")
         except DroppedError as error:
@@ -98,6 +130,7 @@ class Pump:
         except Exception as error:
             self._ending.fail(error)
         finally:
+            computed.set()  # also after a failure: whoever waits computes the prefix instead
             self._moved_at = time.monotonic()
             self._window.leave(job.record.length)
 

@@ -116,6 +116,7 @@ class CaptureRun:
             settings=self._settings.pump,
             ending=self._ending,
             view=self._view,
+            prefix_cache=any(record.prefix_cache for record in sessions),
         )
         started = time.monotonic()
         await pump.run()

@@ -136,7 +136,7 @@ def load_index(directory: Path) -> DatasetIndex:
 
 def _sample_id(rid: str, names: dict[str, str]) -> str:
     parsed = parse_rid(rid)
-    return names.get(parsed[1], rid) if parsed else rid
+    return names.get(parsed.key, rid) if parsed else rid
 
 
 def _join(

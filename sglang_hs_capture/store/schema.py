@@ -18,7 +18,7 @@ ELEMENT_SIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 SAFETENSORS_DTYPE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 _IDENTITY = ("boundaries", "columns", "num_layers", "hidden_size", "dtype", "config_hash")
-_RID = re.compile(r"(?P<prefix>.*)(?P<key>[0-9a-f]{24})-(?P<attempt>[0-9]+)", re.DOTALL)
+_RID = re.compile(r"(?P<prefix>.*)(?P<key>[0-9a-f]{24})-(?P<attempt>[0-9]+)-(?P<end_hash>[0-9a-f]{16})", re.DOTALL)
 _WRITER = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
@@ -210,15 +210,30 @@ def sample_key(sample_id: str) -> str:
     return hashlib.blake2b(sample_id.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
 
 
-def make_rid(rid_prefix: str, key: str, attempt: int) -> str:
-    """The request id of one attempt, from 0, at capturing the sample with this key."""
-    return f"{rid_prefix}{key}-{attempt}"
+class RequestName(NamedTuple):
+    """The parts of a request id that ``make_rid`` made."""
+
+    prefix: str
+    key: str
+    attempt: int
+    end_hash: int
 
 
-def parse_rid(rid: str) -> tuple[str, str, int] | None:
-    """Split a request id into prefix, key and attempt; None if ``make_rid`` did not make it."""
+def make_rid(rid_prefix: str, key: str, attempt: int, end_hash: int) -> str:
+    """The request id of one attempt, from 0, at capturing the sample with this key.
+
+    ``end_hash``, the chained hash of the whole prompt, travels along: it tells whoever stores the rows which prompt
+    they must add up to, also where a part of them was computed for another request.
+    """
+    return f"{rid_prefix}{key}-{attempt}-{to_hex(end_hash)}"
+
+
+def parse_rid(rid: str) -> RequestName | None:
+    """Split a request id into its parts; None if ``make_rid`` did not make it."""
     match = _RID.fullmatch(rid)
-    return (match["prefix"], match["key"], int(match["attempt"])) if match else None
+    if match is None:
+        return None
+    return RequestName(match["prefix"], match["key"], int(match["attempt"]), int(match["end_hash"], 16))
 
 
 def merge_extents(extents: Iterable[Extent]) -> tuple[Extent, ...]:

@@ -22,7 +22,10 @@ def utc_now() -> str:
 
 @dataclass
 class Counters:
-    """What a session has done so far; bytes and rows count states, times are seconds."""
+    """What a session has done so far; bytes and rows count states, times are seconds.
+
+    ``ring_bytes`` and ``slot_table_bytes`` are host memory: rows on their way to disk, where each KV slot's row went.
+    """
 
     rows: int = 0
     bytes: int = 0
@@ -32,6 +35,7 @@ class Counters:
     blocked_s: float = 0.0
     disk_wait_s: float = 0.0
     ring_bytes: int = 0
+    slot_table_bytes: int = 0
 
 
 @dataclass
@@ -43,6 +47,7 @@ class SessionRecord:
             guard at model start; ``closed`` in order. ``error`` says why in one line for ``stopped`` and ``refused``.
         session_id: hexadecimal digits of a UUID, new with each start of the process.
         run_id: given by ``hs-capture run`` to recognise its own server; empty otherwise.
+        prefix_cache: whether prefixes computed for one request are reused for another.
         model: the model's identity, as in ``dataset.json``.
         draft_ids: the captured boundaries in each convention.
     """
@@ -65,6 +70,7 @@ class SessionRecord:
     context_length: int = 0
     max_prompt_tokens: int = 0
     chunked_prefill_size: int = 0
+    prefix_cache: bool = False
     draft_ids: dict[str, list[int]] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
 

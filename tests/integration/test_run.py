@@ -241,7 +241,7 @@ def test_a_prepared_model_captures_by_hand_and_for_a_driver(start_server: StartS
     options = ["--output", dataset, "--dtype", "float32", "--ring-gb", "0.01", "--min-free-gb", "0"]
     made = call("prepare", kimi_checkpoint, prepared, *options)
     assert made.returncode == 0, made.stderr
-    flags = ["--model-impl", "sglang", "--disable-prefill-cuda-graph", "--disable-radix-cache", *SGLANG_FLAGS[1:]]
+    flags = ["--model-impl", "sglang", "--disable-prefill-cuda-graph", *SGLANG_FLAGS[1:]]
     server = start_server(
         prepared, *flags, "--skip-tokenizer-init", env={"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_hs_capture.models"}
     )

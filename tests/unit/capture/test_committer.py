@@ -18,7 +18,7 @@ from sglang_hs_capture.staging.copier import Staging
 from sglang_hs_capture.staging.ring import HostRing, RingClosedError
 from sglang_hs_capture.store.hashing import end_hash
 from sglang_hs_capture.store.index import load_index
-from sglang_hs_capture.store.schema import DatasetInfo
+from sglang_hs_capture.store.schema import DatasetInfo, make_rid, sample_key
 from sglang_hs_capture.store.writer import StoreWriter
 
 HIDDEN, COLUMNS = 4, 2
@@ -143,12 +143,13 @@ def test_chunks_and_mixed_batches_become_whole_samples(tmp_path):
 def test_a_shared_prefix_is_stored_once_and_linked_from_both(tmp_path):
     engine = Engine(tmp_path)
     first, second = [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9, 9, 9]
+    rid = make_rid("hs-", sample_key("second"), 0, end_hash(second))
     engine.forward([("hs-first", first, 0, 6)])
-    engine.slots["hs-second"] = engine.slots["hs-first"][:4]
-    engine.forward([("hs-second", second, 4, 7)])
+    engine.slots[rid] = engine.slots["hs-first"][:4]
+    engine.forward([(rid, second, 4, 7)])
     engine.finish()
     samples = read_samples(tmp_path)
-    assert torch.equal(samples["hs-second"], Engine.states(second))
+    assert torch.equal(samples[rid], Engine.states(second))
     assert engine.store.rows == 9
 
 
@@ -234,3 +235,45 @@ def test_a_full_disk_stops_capture_keeps_samples_and_wakes_the_forward(tmp_path,
     engine.finish()
     assert [type(error) for error in engine.errors] == [DiskFullError]
     assert {r["rid"] for r in journal(tmp_path) if r["t"] == "sample"} == {"hs-kept"}
+
+
+def test_a_prompt_that_builds_on_rewritten_slots_is_refused_and_taints_nobody(tmp_path):
+    """A slot of the prefix holds another prompt's row; the request's own rows then claim a hash that is not theirs."""
+    engine = Engine(tmp_path)
+    old, new = [1, 2, 3, 4], [1, 2, 9, 9, 6, 6]
+    engine.forward([("hs-old", old, 0, 4)])
+    # Decode, unseen, has put 9, 9 where 3, 4 were; the new prompt hits the cache on 1, 2, 9, 9.
+    engine.slots["hs-by-hand"] = list(engine.slots["hs-old"])
+    engine.forward([("hs-by-hand", new, 4, 6)])
+    rid = make_rid("hs-", sample_key("new"), 0, end_hash(new))
+    engine.slots[rid] = list(engine.slots["hs-old"])
+    engine.forward([(rid, new, 4, 6)])
+    # Whoever comes across the rows of the refused request must not take them for those of 1, 2, 3, 4, 6, 6.
+    victim = [1, 2, 3, 4, 6, 6, 5]
+    name = make_rid("hs-", sample_key("victim"), 0, end_hash(victim))
+    engine.slots[name] = list(engine.slots[rid])
+    engine.forward([(name, victim, 6, 7)])
+    engine.finish()
+    assert set(read_samples(tmp_path)) == {"hs-old"}
+    failed = {r["rid"]: (r["reason"], r["detail"]) for r in journal(tmp_path) if r["t"] == "failed"}
+    assert {reason for reason, _ in failed.values()} == {"incomplete"}
+    assert "sent by hand" in failed["hs-by-hand"][1]
+    assert "another prompt" in failed[rid][1]
+    assert "never captured" in failed[name][1]
+
+
+def test_rows_of_an_unfinished_request_are_not_lent(tmp_path):
+    engine = Engine(tmp_path)
+    leader, follower = list(range(20)), [*range(10), 77]
+    names = {key: make_rid("hs-", sample_key(key), 0, end_hash(ids)) for key, ids in (("l", leader), ("f", follower))}
+    engine.forward([(names["l"], leader, 0, 10)])
+    engine.slots[names["f"]] = engine.slots[names["l"]][:10]
+    engine.forward([(names["f"], follower, 10, 11)])
+    engine.forward([(names["l"], leader, 10, 20)])
+    again = make_rid("hs-", sample_key("f"), 1, end_hash(follower))
+    engine.slots[again] = engine.slots[names["l"]][:10]
+    engine.forward([(again, follower, 10, 11)])
+    engine.finish()
+    samples = read_samples(tmp_path)
+    assert set(samples) == {names["l"], again}
+    assert torch.equal(samples[again], Engine.states(follower))

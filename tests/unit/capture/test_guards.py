@@ -14,7 +14,8 @@ GOOD = EngineSettings(
     chunked_prefill_size=512,
     max_prefill_tokens=1024,
     is_mla=True,
-    radix_cache=False,
+    radix_cache=True,
+    hierarchical_cache=False,
     prefill_cuda_graph=False,
     mixed_chunk=False,
     two_batch_overlap=False,
@@ -37,7 +38,7 @@ def test_the_documented_launch_passes():
     ("change", "named"),
     [
         ({"is_mla": False}, "hs-capture prepare"),
-        ({"radix_cache": True}, "--disable-radix-cache"),
+        ({"hierarchical_cache": True}, "--enable-hierarchical-cache"),
         ({"prefill_cuda_graph": True}, "--disable-prefill-cuda-graph"),
         ({"mixed_chunk": True}, "--enable-mixed-chunk"),
         ({"two_batch_overlap": True}, "--enable-two-batch-overlap"),
@@ -57,5 +58,5 @@ def test_each_wrong_mode_names_its_flag(change, named):
 
 
 def test_all_problems_are_told_at_once():
-    with pytest.raises(GuardError, match=r"disable-radix-cache.*enable-lora"):
-        check_engine(replace(GOOD, radix_cache=True, lora=True))
+    with pytest.raises(GuardError, match=r"enable-hierarchical-cache.*enable-lora"):
+        check_engine(replace(GOOD, hierarchical_cache=True, lora=True))

@@ -224,11 +224,11 @@ def dataset(tmp_path):
             if name in "ab":
                 rows = bytes(len(ids) * INFO.row_bytes)
                 extents = store.append(rows, ids, range(len(ids)), prefix_hashes(ids, 0, 0))
-                store.add_sample(make_rid("hs-", sample_key(name), 0), len(ids), extents, end_hash(ids))
+                store.add_sample(make_rid("hs-", sample_key(name), 0, end_hash(ids)), len(ids), extents, end_hash(ids))
         ledger.append(DroppedRecord("dropped", "data.jsonl:1", "no luck"))
     ids = make_sample("lost").input_ids
     store.append(bytes(5 * INFO.row_bytes), ids, range(5), prefix_hashes(ids, 0, 0))
-    store.add_failure(make_rid("hs-", sample_key("pending"), 0), "non_finite", "state 0")
+    store.add_failure(make_rid("hs-", sample_key("pending"), 0, 7), "non_finite", "state 0")
     store.commit()
     store.close()
     counters = Counters(rows=15, bytes=240, samples=2, failed=1, blocked_s=0.5)
@@ -262,6 +262,7 @@ def test_inspect_json_is_what_scripts_rely_on(capsys, dataset):
         "tokens": 10,
         "rows": 15,
         "rows_without_sample": 5,
+        "reused": {"disk": 0.0, "compute": 0.0},
         "bytes": 240,
         "shards": {"finished": 1, "unfinished": 0},
         "requests": {"asked": 4, "pending": 1, "dropped": 1, "failed": 1, "mismatched": 0},
@@ -282,6 +283,7 @@ def test_inspect_json_is_what_scripts_rely_on(capsys, dataset):
                     "blocked_s": 0.5,
                     "disk_wait_s": 0.0,
                     "ring_bytes": 0,
+                    "slot_table_bytes": 0,
                 },
             }
         ],

@@ -112,7 +112,7 @@ def test_a_sample_asked_for_and_never_captured_is_sent_again(tmp_path):
 def test_states_of_other_tokens_are_not_taken_for_the_samples(tmp_path):
     summary, server, _ = run(tmp_path, samples(["a"]), behave=lambda n, rid: "mismatch" if n == 0 else "ok")
     assert (summary.captured, summary.resent) == (1, 1)
-    assert [rid[-2:] for rid in server.requests] == ["-0", "-1"]
+    assert [rid[27:30] for rid in server.requests] == ["-0-", "-1-"]
     index = load_index(tmp_path)
     assert [sample.rid for sample in index.samples] == [server.requests[1]]
     assert len(index.mismatched) == 1

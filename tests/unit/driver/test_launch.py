@@ -28,7 +28,6 @@ def test_the_plain_command_has_what_capture_needs_and_no_more():
         "--model-impl",
         "sglang",
         "--disable-prefill-cuda-graph",
-        "--disable-radix-cache",
     }
     assert found.command[9] == "--json-model-override-args"
     assert len(found.command) == 11

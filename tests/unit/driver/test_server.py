@@ -32,7 +32,7 @@ if mode == "killed":
 if mode != "builtin":
     record = SessionRecord(writer="dp0-pp0", session_id="1", pid=os.getpid(), host="h", run_id="r1", state="ready")
     if mode == "refused":
-        record.state, record.error = "refused", "the radix cache is on; add --disable-radix-cache"
+        record.state, record.error = "refused", "mixed chunks; remove --enable-mixed-chunk"
     write_session(directory, record)
 if mode == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -106,7 +106,7 @@ def test_a_server_that_does_not_heed_sigterm_is_killed(tmp_path, monkeypatch):
     [
         ("dies", EngineError, "RuntimeError: no memory for the weights"),
         ("killed", EngineError, "killed by SIGKILL"),
-        ("refused", GuardError, "the radix cache is on"),
+        ("refused", GuardError, "mixed chunks"),
         (
             "builtin",
             EngineError,

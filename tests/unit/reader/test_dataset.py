@@ -110,7 +110,7 @@ def test_loss_masks_come_from_the_ledger(tmp_path: Path) -> None:
     tokens, key = [5, 6, 7, 8], sample_key("conversation")
     with RequestLedger.open(tmp_path) as ledger:
         ledger.append(RequestRecord("conversation", key, 4, end_hash(tokens), (1, 2, 1), "f:1"))
-    put_sample(store, make_rid("hs-", key, 0), tokens)
+    put_sample(store, make_rid("hs-", key, 0, end_hash(tokens)), tokens)
     store.close()
     item = HiddenStateDataset(tmp_path)[0]
     assert item["id"] == "conversation"

@@ -36,5 +36,5 @@ def test_the_examples_hold() -> None:
     line = re.findall(r'^\{"t":"rows".*"crc".*$', PAGE, re.MULTILINE)[0]
     assert decode_line(line.encode())["xxh3"] == "0c5e8ca8a3b5c850"
     assert f"`{end_hash([1, 2, 3]):016x}`" in PAGE
-    assert f"`{make_rid('hs-', sample_key('conversation-1'), 0)}`" in PAGE
+    assert f"`{make_rid('hs-', sample_key('conversation-1'), 0, end_hash([1, 2, 3]))}`" in PAGE
     assert rle_decode([2, 3]).tolist() == [0, 0, 1, 1, 1]

@@ -16,7 +16,7 @@ PROMPTS = {"a": [1, 2, 3], "b": [4, 5], "c": [6], "d": [7, 8]}
 
 
 def rid(sample_id: str, attempt: int = 0) -> str:
-    return make_rid("hs-", sample_key(sample_id), attempt)
+    return make_rid("hs-", sample_key(sample_id), attempt, end_hash(PROMPTS[sample_id]))
 
 
 def ask(directory: Path, *ids: str, dropped: tuple[str, ...] = ()) -> None:

@@ -58,14 +58,17 @@ def test_extents_name_the_rows_in_order(rows: list[tuple[int, int]]) -> None:
 def test_request_ids_keep_prefix_key_and_attempt(sample_id: str) -> None:
     key = sample_key(sample_id)
     assert len(key) == 24
-    assert parse_rid(make_rid("hs-1-", key, 12)) == ("hs-1-", key, 12)
+    assert parse_rid(make_rid("hs-1-", key, 12, 2**63 + 5)) == ("hs-1-", key, 12, 2**63 + 5)
 
 
 def test_key_is_the_documented_one() -> None:
     assert sample_key("conversation-1") == "7b86bf06a59811a29dc4187c"
 
 
-@pytest.mark.parametrize("rid", ["hs-by-hand", "hs-0123456789abcdef01234567", "hs-0123456789ABCDEF01234567-0", ""])
+@pytest.mark.parametrize(
+    "rid",
+    ["hs-by-hand", "hs-0123456789abcdef01234567", "hs-0123456789ABCDEF01234567-0", "hs-0123456789abcdef01234567-0", ""],
+)
 def test_request_ids_by_hand_are_not_taken_apart(rid: str) -> None:
     assert parse_rid(rid) is None
 
