@@ -55,6 +55,10 @@ class Server:
         with urllib.request.urlopen(request, timeout=60):
             pass
 
+    def end(self) -> None:
+        """End the server now."""
+        _end_group(self.process)
+
     def log_tail(self) -> str:
         """The end of the server's log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
