@@ -167,7 +167,7 @@ def test_a_slot_that_decode_rewrote_is_noticed_and_the_sample_captured_again(
     base = tmp_path_factory.mktemp("stale")
     generator = random.Random(4)
     stem = [generator.randrange(5, VOCAB) for _ in range(40)]
-    old = {"old": [*stem, *(generator.randrange(5, VOCAB) for _ in range(30))]}
+    old = {"old": [*stem, *(generator.randrange(5, VOCAB) for _ in range(300))]}
     server = start_server(deepseek_checkpoint, *flags(base / "dataset"), env=ENVIRONMENT)
     assert run(server, write(base / "old.jsonl", old), base / "dataset")["resent"] == 0
     # All slots are freed and given out again from the first one: decode now writes where the old prompt's rows were.

@@ -1,6 +1,7 @@
 """The writing thread: chunks become samples, bad rows are never linked, an error stops capture but not the queue."""
 
 import json
+import sys
 import threading
 import time
 from itertools import chain
@@ -200,6 +201,17 @@ def test_an_aborted_request_leaves_rows_and_no_sample(tmp_path):
     engine.forward([("hs-b", [5, 6], 0, 2)])
     engine.finish()
     assert set(read_samples(tmp_path)) == {"hs-b"}
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.005, 2e-4), (1e-4, 1e-4)])
+def test_the_thread_does_not_wait_long_for_a_busy_scheduler(tmp_path, before, after):
+    previous = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(before)
+        Engine(tmp_path).finish()
+        assert sys.getswitchinterval() == pytest.approx(after, rel=0.02)
+    finally:
+        sys.setswitchinterval(previous)
 
 
 def test_samples_are_acknowledged_without_a_stop(tmp_path):
