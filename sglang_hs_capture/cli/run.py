@@ -20,6 +20,8 @@ from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.errors import ConfigError
 
 TRUST_FLAG = "--trust-remote-code"
+# What only a server that this command starts can be told.
+OWN_SERVER_ONLY = ("rid_prefix", "ring_gb", "shard_gb", "min_free_gb", "device", "start_timeout")
 
 
 def run(
@@ -90,6 +92,9 @@ def run(
     if server is not None:
         if sglang_args:
             raise ConfigError("flags after '--' are for a server that this command starts; with --server there is none")
+        _refuse_given(
+            ctx, OWN_SERVER_ONLY, "is a setting of the server, which runs already; with --server leave it out"
+        )
         wanted = Wanted(layers, final, dtype.value if dtype else None)
         if not source.tokenizer and (served := served_model(settings.output)):
             source = replace(source, tokenizer=str(served.path))
@@ -98,6 +103,7 @@ def run(
     else:
         if model is None:
             raise ConfigError("--model: expected a directory or a hub id; only --server does without")
+        _refuse_given(ctx, ("api_key",), "is for --server; give SGLang's own --api-key after '--'")
         cpu = use_cpu(device)
         capture = options.make_capture(
             output,
@@ -126,6 +132,14 @@ def run(
             )
     report(summary, json_summary)
     raise typer.Exit(summary.exit_code)
+
+
+def _refuse_given(ctx: typer.Context, names: tuple[str, ...], why: str) -> None:
+    """Refuse options that would have no effect, rather than pass over them."""
+    for name in names:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(f"--{name.replace('_', '-')} {why}")
 
 
 def report(summary: Summary, file: Path | None = None) -> None:

@@ -127,7 +127,7 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
                 place = f"from token {wrong[0]} on" if len(wrong) else "at its end"
                 raise CorruptionError(
                     f"{self.path}: sample {sample.id!r} of {part.writer}: the stored tokens are not those of the "
-                    f"prompt, {place}; its rows are {part.extents}. Run hs-capture verify, and capture it anew"
+                    f"prompt, {place}; its rows are {part.extents}. Restore the shard from a copy, or capture anew"
                 )
         return ids
 

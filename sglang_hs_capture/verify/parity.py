@@ -150,7 +150,7 @@ def _text_config(model_path: str | Path) -> dict[str, Any]:
     if raw.get("quantization_config") or text.get("quantization_config"):
         raise ConfigError(
             f"parity: {model_path} is quantised, and transformers would compute with other weights than the engine; "
-            "use the known-answer check of `hs-capture verify` instead"
+            "compare a checkpoint that is not quantised"
         )
     text["model_type"] = MODEL_TYPES.get(text["model_type"], text["model_type"])
     return text

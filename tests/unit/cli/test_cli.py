@@ -326,3 +326,19 @@ def test_inspect_tells_a_session_whose_process_has_ended(capsys, dataset):
     gone.wait()
     write_session(dataset, SessionRecord("dp0-pp0", "5e" * 16, gone.pid, socket.gethostname(), state="ready"))
     assert "dp0-pp0 ready, but its process has ended" in call(capsys, "inspect", dataset)[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--server", "http://127.0.0.1:1", "--ring-gb", "2"], "--ring-gb is a setting of the server"),
+        (["--server", "http://127.0.0.1:1", "--device", "cpu"], "--device is a setting of the server"),
+        (["--model", "m", "--api-key", "k"], "--api-key is for --server"),
+    ],
+)
+def test_an_option_that_would_have_no_effect_is_refused(capsys, tmp_path, words, named):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"id": "a", "input_ids": [1, 2]}\n')
+    code, _, err = call(capsys, "run", "--data", data, "--output", tmp_path / "out", *words)
+    assert code == 2
+    assert named in err
