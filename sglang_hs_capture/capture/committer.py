@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 _IDLE_S = 1.0
 _SWITCH_INTERVAL_S = 2e-4
+# A request whose prefix is being computed for another one waits so long for that one's end.
+_LENDER_PATIENCE_S = 30.0
+_SOUND = ("", "")
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class BatchHeader:
     wait: Callable[[], None]
 
 
-@dataclass
+@dataclass(eq=False)
 class _OpenRequest:
     """A captured request's rows of the current batch, as far as they have been stored."""
 
@@ -109,6 +112,7 @@ class Committer:
         self._slots = SlotTable()
         self._open: list[_OpenRequest] = []
         self._inflight = InFlight()
+        self._deferred: list[tuple[float, _OpenRequest]] = []
         self._dirty_since: float | None = None
         self._failed = False
         self.tallies = Tallies()
@@ -144,6 +148,7 @@ class Committer:
                 item = self._queue.get(timeout=self._until_commit())
             except queue.Empty:
                 self._guarded(self._idle if self._dirty_since is None else self._commit)
+                self._guarded(self._settle_deferred)
                 continue
             if item is None:
                 self._guarded(self._commit)
@@ -160,7 +165,7 @@ class Committer:
 
     def _until_commit(self) -> float | None:
         if self._dirty_since is None:
-            return None if self._idle_reported else _IDLE_S
+            return None if self._idle_reported and not self._deferred else _IDLE_S
         return max(0.0, self._interval - (time.monotonic() - self._dirty_since))
 
     def _guarded(self, step: Callable[[], object]) -> None:
@@ -238,20 +243,48 @@ class Committer:
             self._finish(request)
 
     def _finish(self, request: _OpenRequest) -> None:
-        rid, length = request.kept.rid, request.kept.prefix_len + request.kept.length
-        if length < request.prompt_len:
+        if request.kept.prefix_len + request.kept.length < request.prompt_len:
             request.state.problem = request.problem
             return
-        self._inflight.leave(rid)
-        problem, end_hash = request.problem, int(request.hashes[-1])
-        if problem is None and request.expected_hash not in (None, end_hash):
-            problem = ("incomplete", "the stored rows add up to another prompt: a KV slot was rewritten unseen")
-        if problem is not None:
-            self._slots.forget_of(request.state.all_slots(), request.state.serial)
-            self._give_up(rid, *problem)
+        self._deferred.append((time.monotonic() + _LENDER_PATIENCE_S, request))
+        self._settle_deferred()
+
+    def _settle_deferred(self) -> None:
+        """Settle the requests whose rows are all proven; one that is may be what another waits for."""
+        settled = True
+        while settled:
+            settled = False
+            for deadline, request in list(self._deferred):
+                verdict = self._verdict(request, time.monotonic() >= deadline)
+                if verdict is not None:
+                    self._deferred.remove((deadline, request))
+                    self._settle(request, verdict)
+                    settled = True
+
+    def _verdict(self, request: _OpenRequest, late: bool) -> tuple[str, str] | None:
+        """Why a request's sample is none, or nothing to say so; None while a row of its prefix is not proven."""
+        if request.problem is not None:
+            return request.problem
+        if request.expected_hash not in (None, int(request.hashes[-1])):
+            return "incomplete", "the stored rows add up to another prompt: a KV slot was rewritten unseen"
+        lent = self._inflight.all_proven(request.prefix.lenders)
+        if lent is False or (lent is None and late):
+            return "incomplete", "a prefix row was computed for a request that did not end in the right hash, or at all"
+        return _SOUND if lent else None
+
+    def _settle(self, request: _OpenRequest, verdict: tuple[str, str]) -> None:
+        state, rid = request.state, request.kept.rid
+        # The next commit is due also where nothing else is stored.
+        self._dirty_since = self._dirty_since or time.monotonic()
+        self._inflight.leave(state, proven=verdict is _SOUND)
+        if verdict is not _SOUND:
+            self._slots.forget_of(state.all_slots(), state.serial)
+            self._give_up(rid, *verdict)
             return
-        self._slots.prove(request.state.all_slots(), request.state.serial)
-        self._store.add_sample(rid, length, merge_extents([*request.prefix.extents, *request.extents]), end_hash)
+        self._slots.prove(state.all_slots(), state.serial)
+        length = request.kept.prefix_len + request.kept.length
+        extents = merge_extents([*request.prefix.extents, *request.extents])
+        self._store.add_sample(rid, length, extents, int(request.hashes[-1]))
 
     def _give_up(self, rid: str, reason: str, detail: str) -> None:
         self.tallies.incomplete += reason == "incomplete"

@@ -16,10 +16,14 @@ _ROW_MASK = (1 << _ROW_BITS) - 1
 
 @dataclass(frozen=True)
 class Prefix:
-    """The stored rows of a request's first tokens, and the hash of these tokens."""
+    """The stored rows of a request's first tokens, and the hash of these tokens.
+
+    ``lenders`` are the owners of rows among them that are not proven yet.
+    """
 
     extents: tuple[Extent, ...]
     end_hash: int
+    lenders: frozenset[int] = frozenset()
 
 
 class SlotTable:
@@ -31,8 +35,8 @@ class SlotTable:
     it. Such a chain ends in the hash of exactly the tokens it was computed from, which is compared with the prompt's.
 
     That holds if every row's hash is true. A row's hash builds on that of the row before it, which may be such a
-    rewritten slot's, so it is only *claimed* until the request it was computed for has ended in the right hash; until
-    then only that request, its owner, may take it.
+    rewritten slot's, so it is only *claimed* until the request it was computed for, its owner, has ended in the right
+    hash. Whoever takes such a row must wait for that.
 
     Takes 40 bytes a slot, and grows to the highest slot seen.
     """
@@ -105,7 +109,8 @@ class SlotTable:
             return problem
         places = self._place[slots]
         extents = extents_from_rows(places >> _ROW_BITS, places & _ROW_MASK)
-        return Prefix(extents, int(self._hash[slots[-1]]))
+        lenders = frozenset(np.unique(self._owner[slots]).tolist()) - {PROVEN, owner}
+        return Prefix(extents, int(self._hash[slots[-1]]), lenders)
 
     def _problem(self, slots: np.ndarray, owner: int, own_only: bool) -> str:
         known = slots < self._place.size
@@ -119,8 +124,6 @@ class SlotTable:
                 "a part of the prompt was taken from the prefix cache, and a request sent by hand does not say which "
                 "prompt it must add up to; send it with an extra_key of its own, or use hs-capture run"
             )
-        elif ((owners != owner) & (owners != PROVEN)).any():
-            reason = "a prefix row belongs to a request that is not finished"
         elif not np.array_equal(positions, np.arange(slots.size)):
             reason = "the KV slots of the prefix hold rows of other positions"
         elif not np.array_equal(prefix_hashes(self._token[slots], 0, 0), hashes):

@@ -122,7 +122,7 @@ def largest_error(one: Path, other: Path, names: set[str]) -> float:
     return worst
 
 
-@pytest.mark.parametrize(("count", "more"), [(200, ()), (60, ("--page-size", "16"))])
+@pytest.mark.parametrize(("count", "more"), [(200, ()), (60, ("--page-size", "16")), (30, ("--page-size", "64"))])
 def test_a_random_tree_of_prompts_equals_the_capture_without_a_cache(
     start_server: StartServer, deepseek_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, count, more
 ):

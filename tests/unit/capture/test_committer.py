@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_hs_capture.capture import committer as committer_module
 from sglang_hs_capture.capture.committer import BatchHeader, Committer
 from sglang_hs_capture.capture.rows import plan_rows
 from sglang_hs_capture.compat import PrefillBatch
@@ -274,18 +275,78 @@ def test_a_prompt_that_builds_on_rewritten_slots_is_refused_and_taints_nobody(tm
     assert "never captured" in failed[name][1]
 
 
-def test_rows_of_an_unfinished_request_are_not_lent(tmp_path):
-    engine = Engine(tmp_path)
-    leader, follower = list(range(20)), [*range(10), 77]
-    names = {key: make_rid("hs-", sample_key(key), 0, end_hash(ids)) for key, ids in (("l", leader), ("f", follower))}
-    engine.forward([(names["l"], leader, 0, 10)])
-    engine.slots[names["f"]] = engine.slots[names["l"]][:10]
-    engine.forward([(names["f"], follower, 10, 11)])
-    engine.forward([(names["l"], leader, 10, 20)])
-    again = make_rid("hs-", sample_key("f"), 1, end_hash(follower))
-    engine.slots[again] = engine.slots[names["l"]][:10]
-    engine.forward([(again, follower, 10, 11)])
+LEADER, FOLLOWER = list(range(20)), [*range(10), 77]
+
+
+def name_of(key: str, prompt: list[int], attempt: int = 0) -> str:
+    return make_rid("hs-", sample_key(key), attempt, end_hash(prompt))
+
+
+def borrow(engine: Engine, leader: str = name_of("leader", LEADER)) -> str:
+    """The first half of the leader, and a follower that takes its rows from the cache meanwhile."""
+    follower = name_of("follower", FOLLOWER)
+    engine.forward([(leader, LEADER, 0, 10)])
+    engine.slots[follower] = engine.slots[leader][:10]
+    engine.forward([(follower, FOLLOWER, 10, 11)])
+    return follower
+
+
+def wait_until_idle(engine: Engine) -> None:
+    deadline = time.monotonic() + 10
+    while engine.ring.free_slots < engine.ring.n_slots:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.1)
+
+
+def test_a_borrowed_prefix_waits_for_its_lender(tmp_path):
+    engine, leader = Engine(tmp_path), name_of("leader", LEADER)
+    follower = borrow(engine)
+    wait_until_idle(engine)
+    assert not any(r["t"] in ("sample", "failed") for r in journal(tmp_path))
+    engine.forward([(leader, LEADER, 10, 20)])
     engine.finish()
     samples = read_samples(tmp_path)
-    assert set(samples) == {names["l"], again}
-    assert torch.equal(samples[again], Engine.states(follower))
+    assert set(samples) == {leader, follower}
+    assert torch.equal(samples[follower], Engine.states(FOLLOWER))
+    assert engine.store.rows == 21
+
+
+def test_a_lender_and_its_borrower_may_end_in_one_batch(tmp_path):
+    engine, leader, follower = Engine(tmp_path), name_of("leader", LEADER), name_of("follower", FOLLOWER)
+    engine.forward([(leader, LEADER, 0, 10)])
+    engine.slots[follower] = engine.slots[leader][:10]
+    engine.forward([(follower, FOLLOWER, 10, 11), (leader, LEADER, 10, 20)])
+    engine.finish()
+    samples = read_samples(tmp_path)
+    assert set(samples) == {leader, follower}
+    assert torch.equal(samples[follower], Engine.states(FOLLOWER))
+
+
+def test_a_lender_that_is_refuted_takes_its_borrower_along(tmp_path):
+    engine = Engine(tmp_path)
+    wrong = make_rid("hs-", sample_key("leader"), 0, 12345)
+    follower = borrow(engine, wrong)
+    engine.forward([(wrong, LEADER, 10, 20)])
+    again = name_of("follower", FOLLOWER, 1)
+    engine.forward([(again, FOLLOWER, 0, 11)])
+    engine.finish()
+    assert {r["rid"]: r["reason"] for r in journal(tmp_path) if r["t"] == "failed"} == {
+        wrong: "incomplete",
+        follower: "incomplete",
+    }
+    assert set(read_samples(tmp_path)) == {again}
+
+
+def test_a_lender_that_never_ends_is_not_waited_for_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(committer_module, "_LENDER_PATIENCE_S", 0.3)
+    monkeypatch.setattr(committer_module, "_IDLE_S", 0.1)
+    engine = Engine(tmp_path)
+    follower = borrow(engine)
+    deadline = time.monotonic() + 10
+    while not (failed := [r for r in journal(tmp_path) if r["t"] == "failed"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    engine.finish()
+    assert [(r["rid"], r["reason"]) for r in failed] == [(follower, "incomplete")]
+    assert read_samples(tmp_path) == {}

@@ -79,13 +79,14 @@ def test_memory_is_bounded_by_the_highest_slot():
     assert table.nbytes <= 2 * 1000 * 40
 
 
-def test_claimed_rows_are_their_owners_until_proven():
+def test_rows_that_are_only_claimed_name_their_lender():
     table = SlotTable()
-    record(table, [1, 2], [1, 2], [Extent(0, 0, 2)], owner=7, proven=False)
-    assert isinstance(find(table, [1, 2], asker=7), Prefix)
-    assert "not finished" in find(table, [1, 2], asker=8)
+    base = record(table, [1, 2], [1, 2], [Extent(0, 0, 2)], owner=7, proven=False)
+    record(table, [3], [3], [Extent(0, 2, 1)], start=2, base=base, owner=8, proven=False)
+    assert find(table, [1, 2, 3], asker=8).lenders == {7}
+    assert find(table, [1, 2, 3], asker=9).lenders == {7, 8}
     table.prove(np.array([1, 2]), 7)
-    assert isinstance(find(table, [1, 2], asker=8), Prefix)
+    assert find(table, [1, 2, 3], asker=8).lenders == frozenset()
 
 
 def test_a_request_by_hand_takes_its_own_rows_only():
@@ -102,6 +103,6 @@ def test_proving_and_forgetting_leave_rows_of_others_alone():
     record(table, [1, 2, 3], [1, 2, 3], [Extent(0, 0, 3)], owner=7, proven=False)
     record(table, [1, 2], [1, 2], [Extent(0, 9, 2)], owner=8, proven=False)
     table.prove(np.array([1, 2, 3]), 7)
-    assert "not finished" in find(table, [1, 2])
+    assert find(table, [1, 2]).lenders == {8}
     table.forget_of(np.array([1, 2, 3]), 7)
     assert isinstance(find(table, [1, 2], asker=8), Prefix)
