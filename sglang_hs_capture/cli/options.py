@@ -41,18 +41,23 @@ DtypeOption = Annotated[
     Dtype | None, typer.Option(help="The dtype that states are stored in.", show_default=Dtype.BFLOAT16.value)
 ]
 RidPrefixOption = Annotated[str, typer.Option(help="Only requests whose id starts with this are captured.")]
+MOST_GIB = 2.0**30
 RingOption = Annotated[
     float | None,
     typer.Option(
         "--ring-gb",
-        min=1 / 1024,
+        min=0.001,
+        max=MOST_GIB,
         help="Host memory, in GiB, for rows on their way to disk.",
         show_default=f"{DEFAULT_RING_GB:g}; {CPU_RING_GB:g} on the CPU platform",
     ),
 ]
-ShardOption = Annotated[float, typer.Option("--shard-gb", min=1 / 1024, help="Size of a shard, in GiB.")]
+ShardOption = Annotated[float, typer.Option("--shard-gb", min=0.001, max=MOST_GIB, help="Size of a shard, in GiB.")]
 FloorOption = Annotated[
-    float, typer.Option("--min-free-gb", min=0, help="Capture stops when less than this is free on disk, in GiB.")
+    float,
+    typer.Option(
+        "--min-free-gb", min=0, max=MOST_GIB, help="Capture stops when less than this is free on disk, in GiB."
+    ),
 ]
 DeviceOption = Annotated[Device, typer.Option(help="Where the engine runs; auto takes a GPU if one is visible.")]
 DEFAULT_PREFIX = DEFAULT_RID_PREFIX
@@ -81,7 +86,7 @@ def make_capture(
     return CaptureConfig.from_mapping(
         {
             "output_dir": str(output.expanduser().resolve()),
-            "layers": parse_layers(layers or DEFAULT_LAYERS),
+            "layers": parse_layers(DEFAULT_LAYERS if layers is None else layers),
             "final": (final or Final.PRE_NORM).value,
             "dtype": (dtype or Dtype.BFLOAT16).value,
             "rid_prefix": rid_prefix,

@@ -80,6 +80,8 @@ def run(
         delivery=DeliverySettings(attempts=attempts, ack_timeout_s=ack_timeout),
         pump=PumpSettings(max_prompts=max_in_flight),
     )
+    if json_summary is not None and not json_summary.absolute().parent.is_dir():
+        raise ConfigError(f"--json-summary: {json_summary.absolute().parent} is not a directory")
     sglang_args: list[str] = ctx.obj or []
     trust_remote_code = trust_remote_code or TRUST_FLAG in sglang_args
     source = Source(

@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_hs_capture.errors import CorruptionError
 from sglang_hs_capture.store.identity import read_info, require_dataset
 from sglang_hs_capture.store.replay import Replay, ShardState, journal_writers, replay_journal
-from sglang_hs_capture.store.requests import DroppedRecord, RequestRecord, Requests, load_requests
+from sglang_hs_capture.store.requests import LEDGER_FILE, DroppedRecord, RequestRecord, Requests, load_requests
 from sglang_hs_capture.store.schema import DatasetInfo, Extent, parse_rid
 from sglang_hs_capture.store.session import SessionRecord, read_sessions
+from sglang_hs_capture.store.shard import ShardLayout, ShardPaths
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ def load_index(directory: Path) -> DatasetIndex:
 
     Raises:
         StoreError: there is no dataset.
-        CorruptionError: a file is damaged.
+        CorruptionError: a file is damaged, a shard is missing or cut, or the ledger lacks what a journal refers to.
     """
     directory = Path(directory)
     require_dataset(directory)
@@ -116,7 +118,12 @@ def load_index(directory: Path) -> DatasetIndex:
     # The ledger last: a sample must be in it before it can be in a journal.
     replays = [replay_journal(directory, writer) for writer in journal_writers(directory)]
     ledger = load_requests(directory)
+    for replay in replays:
+        for number, state in replay.shards.items():
+            if state.rows:
+                _check_file(directory, ShardLayout(info, replay.writer, state.record), number, state)
     samples, mismatched = _join(info, replays, ledger)
+    _check_ledger(directory, samples)
     known = {sample.id for sample in samples}
     names = {record.key: record.id for record in ledger.requests.values()}
     failures = [(r.writer, f, _sample_id(f.rid, names)) for r in replays for f in r.failures]
@@ -132,6 +139,38 @@ def load_index(directory: Path) -> DatasetIndex:
         ),
         sessions=tuple(read_sessions(directory)),
     )
+
+
+def _check_file(directory: Path, layout: ShardLayout, number: int, state: ShardState) -> None:
+    """See that a shard's file is there and long enough, under the name it has now or is just being given."""
+    paths = ShardPaths.of(directory, layout.writer, number)
+    needed = layout.file_size(state.rows) if state.finished else layout.data_end(state.rows)
+    for path in (paths.finished, paths.partial, paths.finished):
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            continue
+        if size < needed:
+            raise CorruptionError(
+                f"{path}: expected at least {needed} bytes for {state.rows} rows, got {size}; restore it from a "
+                "copy, or capture anew into another directory"
+            )
+        return
+    raise CorruptionError(
+        f"{paths.finished}: the journal has {state.rows} rows in this shard, and it is not there; restore it from a "
+        "copy, or capture anew into another directory"
+    )
+
+
+def _check_ledger(directory: Path, samples: tuple[SampleEntry, ...]) -> None:
+    """Tell a request of the driver's whose record is gone from one sent by hand: its loss mask would be lost unseen."""
+    lost = [sample.rid for sample in samples if sample.id == sample.rid and parse_rid(sample.rid) is not None]
+    if lost:
+        raise CorruptionError(
+            f"{directory / LEDGER_FILE}: {len(lost)} acknowledged samples are not in it, such as that of request "
+            f"{lost[0]}; their ids and loss masks are lost: restore the file from a copy, or capture anew into another "
+            "directory"
+        )
 
 
 def _sample_id(rid: str, names: dict[str, str]) -> str:

@@ -7,9 +7,9 @@ import time
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 
 from sglang_hs_capture.capture import committer as committer_module
 from sglang_hs_capture.capture.committer import BatchHeader, Committer
@@ -19,7 +19,6 @@ from sglang_hs_capture.errors import DiskFullError
 from sglang_hs_capture.staging.copier import Staging
 from sglang_hs_capture.staging.ring import HostRing, RingClosedError
 from sglang_hs_capture.store.hashing import end_hash
-from sglang_hs_capture.store.index import load_index
 from sglang_hs_capture.store.schema import DatasetInfo, make_rid, sample_key
 from sglang_hs_capture.store.writer import StoreWriter
 
@@ -107,18 +106,15 @@ class Engine:
         self.committer.stop(30)
 
 
-def read_samples(directory: Path) -> dict[str, np.ndarray]:
-    index = load_index(directory)
+def read_samples(directory: Path) -> dict[str, torch.Tensor]:
+    """The states of each acknowledged request, put together as its journal record says."""
     out = {}
-    for sample in index.samples:
+    for sample in (record for record in journal(directory) if record["t"] == "sample"):
         parts = []
-        for extent in sample.extents:
-            file = directory / "shards" / f"{sample.writer}-{extent.shard:06d}.safetensors"
-            from safetensors import safe_open
-
-            with safe_open(file, "pt") as shard:
-                parts.append(shard.get_slice("hidden_states")[extent.start : extent.start + extent.count])
-        out[sample.rid] = torch.cat(parts)
+        for number, start, count in sample["extents"]:
+            with safe_open(directory / "shards" / f"dp0-pp0-{number:06d}.safetensors", "pt") as shard:
+                parts.append(shard.get_slice("hidden_states")[start : start + count])
+        out[sample["rid"]] = torch.cat(parts)
     return out
 
 

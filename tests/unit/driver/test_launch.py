@@ -24,13 +24,9 @@ def overrides(found):
 def test_the_plain_command_has_what_capture_needs_and_no_more():
     found = plan()
     assert found.command[:5] == (sys.executable, "-m", "sglang.launch_server", "--model-path", "/models/m")
-    assert set(found.command[5:9]) == {
-        "--model-impl",
-        "sglang",
-        "--disable-prefill-cuda-graph",
-    }
-    assert found.command[9] == "--json-model-override-args"
-    assert len(found.command) == 11
+    assert set(found.command[5:8]) == {"--model-impl", "sglang", "--disable-prefill-cuda-graph"}
+    assert found.command[8] == "--json-model-override-args"
+    assert len(found.command) == 10
     assert found.environment == {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_hs_capture.models"}
     assert overrides(found) == {"hs_capture": CAPTURE.to_mapping()}
     assert found.url == "http://127.0.0.1:30000"

@@ -161,3 +161,30 @@ def test_the_server_dies_with_a_driver_that_is_killed(tmp_path):
         process.send_signal(signal.SIGKILL)
     wait_gone(server_pid)
     os.kill(child, signal.SIGKILL)  # SGLang's own children watch their parent; this one does not
+
+
+def test_nothing_stays_behind_when_the_parent_is_killed_while_the_server_starts(tmp_path):
+    """The command starts a process that does not follow its parent, as SGLang's do not at first."""
+    pids = tmp_path / "pids"
+    command = f"sleep 300 & echo $! >> {pids}; echo $$ >> {pids}; wait"
+    program = textwrap.dedent(
+        f"""
+        import os, subprocess, sys, time
+        subprocess.Popen(
+            [sys.executable, "-m", "sglang_hs_capture.driver.child", str(os.getpid()), "bash", "-c", {command!r}],
+            start_new_session=True,
+        )
+        time.sleep(300)
+        """
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program])
+    deadline = time.monotonic() + 30
+    while not pids.exists() or len(pids.read_text().split()) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    for pid in pids.read_text().split():
+        while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+            assert time.monotonic() < deadline, f"process {pid} was left behind"
+            time.sleep(0.05)

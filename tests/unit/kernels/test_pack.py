@@ -1,16 +1,11 @@
 """The Triton pack kernel against its reference, bit for bit; under TRITON_INTERPRET=1 where there is no GPU."""
 
-import os
-
 import pytest
 import torch
 
+from sglang_hs_capture.kernels import pack, reference
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"
-
-from sglang_hs_capture.kernels import pack, reference  # noqa: E402
-
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SENTINEL = 77.0
 

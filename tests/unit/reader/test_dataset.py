@@ -156,9 +156,8 @@ TOKENS_AT = 4096 + 5 * 12 + 4
         (flip(TOKENS_AT + 80 + 16), r"sample 'a' of dp0-pp0: .* from token 2 on"),
         (flip(0), "expected a header of 4088 bytes"),
         (flip(TOKENS_AT + 24), None),
-        (cut, "expected 4280 bytes for 5 rows; the file has 4279"),
     ],
-    ids=["token", "position", "hash", "header", "another sample's token", "size"],
+    ids=["token", "position", "hash", "header", "another sample's token"],
 )
 def test_damage_is_told(tmp_path: Path, damage: Callable[[Path], None], message: str | None) -> None:
     capture(tmp_path).close()
@@ -171,6 +170,16 @@ def test_damage_is_told(tmp_path: Path, damage: Callable[[Path], None], message:
     else:
         with pytest.raises(CorruptionError, match=message):
             dataset[0]
+
+
+def test_a_cut_shard_is_told_when_the_dataset_is_opened_and_when_it_is_read(tmp_path: Path) -> None:
+    capture(tmp_path).close()
+    dataset = HiddenStateDataset(tmp_path)
+    cut(tmp_path)
+    with pytest.raises(CorruptionError, match="expected 4280 bytes for 5 rows; the file has 4279"):
+        dataset[0]
+    with pytest.raises(CorruptionError, match="expected at least 4280 bytes for 5 rows, got 4279"):
+        HiddenStateDataset(tmp_path)
 
 
 def test_tokens_are_not_checked_unless_asked_for(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from toy_store import append_tokens, make_info, open_store, put_sample
 
-from sglang_hs_capture.errors import StoreError
+from sglang_hs_capture.errors import CorruptionError, StoreError
 from sglang_hs_capture.store.hashing import end_hash
 from sglang_hs_capture.store.index import load_index
 from sglang_hs_capture.store.requests import DroppedRecord, RequestLedger, RequestRecord
@@ -157,3 +157,32 @@ def test_a_folder_without_a_dataset_is_told(tmp_path: Path) -> None:
         (tmp_path / "dataset.json").write_text(text)
         with pytest.raises(StoreError, match="restore it from a copy"):
             load_index(tmp_path)
+
+
+def test_a_missing_or_cut_shard_is_told_at_once(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    put_sample(store, "hs-1", [1, 2, 3])
+    store.close()
+    (shard,) = (tmp_path / "shards").iterdir()
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
+    with pytest.raises(CorruptionError, match=r"expected at least .* restore it from a copy"):
+        load_index(tmp_path)
+    shard.unlink()
+    with pytest.raises(CorruptionError, match="3 rows in this shard, and it is not there"):
+        load_index(tmp_path)
+    shard.write_bytes(whole)
+    assert len(load_index(tmp_path).samples) == 1
+
+
+def test_a_sample_that_the_ledger_has_lost_is_not_taken_for_one_sent_by_hand(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    ask(tmp_path, "a", "b")
+    put_sample(store, rid("a"), PROMPTS["a"])
+    put_sample(store, "hs-by-hand", [9])
+    store.close()
+    assert len(load_index(tmp_path).samples) == 2
+    ledger = tmp_path / "requests.jsonl"
+    ledger.write_text(ledger.read_text().splitlines(keepends=True)[1])
+    with pytest.raises(CorruptionError, match="1 acknowledged samples are not in it"):
+        load_index(tmp_path)
