@@ -37,6 +37,7 @@ class BatchHeader:
     """Announces the pieces of one forward.
 
     Attributes:
+        number: counts this process's prefill forwards, those without captured requests included.
         plan: which requests and rows.
         n_forward_rows: rows of the whole forward, captured or not.
         n_requests: requests of the whole forward.
@@ -45,6 +46,7 @@ class BatchHeader:
         wait: returns when both have been copied.
     """
 
+    number: int
     plan: RowPlan
     n_forward_rows: int
     n_requests: int
@@ -103,7 +105,7 @@ class Committer:
             ring: where pieces lie.
             commit_interval_s: rows are durable, and samples acknowledged, at least this often.
             on_commit: called after each commit with False, and with True once the queue has been empty for a second.
-            on_error: called once, with the error that ended capture.
+            on_error: called with the error that ended capture, until it returns.
         """
         self._store, self._ring = store, ring
         self._interval, self._on_commit, self._on_error = commit_interval_s, on_commit, on_error
@@ -115,6 +117,7 @@ class Committer:
         self._deferred: list[tuple[float, _OpenRequest]] = []
         self._dirty_since: float | None = None
         self._failed = False
+        self._untold: Exception | None = None
         self.tallies = Tallies()
         self._thread = threading.Thread(target=self._run, name="hs-capture-committer", daemon=True)
 
@@ -147,6 +150,7 @@ class Committer:
             try:
                 item = self._queue.get(timeout=self._until_commit())
             except queue.Empty:
+                self._tell()
                 self._guarded(self._idle if self._dirty_since is None else self._commit)
                 self._guarded(self._settle_deferred)
                 continue
@@ -165,7 +169,8 @@ class Committer:
 
     def _until_commit(self) -> float | None:
         if self._dirty_since is None:
-            return None if self._idle_reported and not self._deferred else _IDLE_S
+            waiting = not self._idle_reported or self._deferred or self._untold is not None
+            return _IDLE_S if waiting else None
         return max(0.0, self._interval - (time.monotonic() - self._dirty_since))
 
     def _guarded(self, step: Callable[[], object]) -> None:
@@ -182,7 +187,17 @@ class Committer:
                 self._commit_what_fits()
             log = logger.error if isinstance(error, HsCaptureError) else logger.exception
             log("hs_capture: capture stopped, the server goes on: %s", error)
-            self._on_error(error)
+            self._untold = error
+            self._tell()
+
+    def _tell(self) -> None:
+        """Pass the error on; where that fails, as on a full disk, it is tried again every second."""
+        try:
+            if self._untold is not None:
+                self._on_error(self._untold)
+            self._untold = None
+        except Exception:
+            logger.exception("hs_capture: could not say that capture has stopped; trying again")
 
     def _commit_what_fits(self) -> None:
         # A full disk refuses new rows, not the records of rows that are on it already.
@@ -195,15 +210,20 @@ class Committer:
         header.wait()
         meta = HostMetadata(header.metadata.numpy(), header.plan, header.n_forward_rows, header.n_requests)
         absmax = header.absmax.numpy()
-        self._open = [self._open_request(kept, meta, absmax) for kept in header.plan.requests]
+        self._open = [self._open_request(kept, meta, absmax, header.number) for kept in header.plan.requests]
 
-    def _open_request(self, kept: KeptRequest, meta: HostMetadata, absmax: np.ndarray) -> _OpenRequest:
+    def _open_request(self, kept: KeptRequest, meta: HostMetadata, absmax: np.ndarray, number: int) -> _OpenRequest:
         rows = slice(kept.source, kept.source + kept.length)
         tokens, slots = meta.input_ids[rows], meta.slots[rows]
         positions = np.arange(kept.prefix_len, kept.prefix_len + kept.length, dtype=np.int64)
         state, name = self._inflight.enter(kept.rid, kept.prefix_len), parse_rid(kept.rid)
         found = self._slots.lookup(meta.prefix_slots(kept), state.serial, own_only=name is None)
         problem = state.problem
+        if name is None and kept.prefix_len and isinstance(found, Prefix) and state.last_prefill != number - 1:
+            # SGLang computes a prompt's chunks in one prefill forward after the other. What comes later is another
+            # request of the same id, the first one was aborted, and its slots may hold another prompt's rows by now.
+            found = "its chunks were interrupted: the id was used before, by a request that was aborted"
+        state.last_prefill = number
         if isinstance(found, str):
             problem, found = problem or ("incomplete", found), Prefix((), 0)
         problem = problem or _unusable(absmax[kept.target : kept.target + kept.length], kept.prefix_len)

@@ -21,12 +21,14 @@ class RequestState:
         serial: its number as an owner of rows, never used again.
         problem: why a chunk was not stored, as reason and detail.
         slots: the KV slots of the rows stored so far, chunk by chunk.
+        last_prefill: number of the prefill forward that had its latest chunk.
     """
 
     rid: str
     serial: int
     problem: tuple[str, str] | None = None
     slots: list[np.ndarray] = field(default_factory=list)
+    last_prefill: int = -1
 
     def all_slots(self) -> np.ndarray:
         """Int64 ``[n]``: the KV slots of all rows stored so far."""

@@ -13,12 +13,14 @@ import torch
 from safetensors.torch import save_file
 
 import sglang_hs_capture
-from sglang_hs_capture.errors import DatasetMismatchError, HsCaptureError
+from sglang_hs_capture.errors import DatasetMismatchError, DiskFullError, HsCaptureError
 from sglang_hs_capture.store import fs
 from sglang_hs_capture.store.session import Counters, SessionRecord, read_session, session_path, write_session
 
 FINAL_NORM_FILE = "final_norm.safetensors"
 _REPORT_INTERVAL_S = 1.0
+# Given up when the disk is full, so that the record that says so has room.
+_RESERVE_BYTES = 2**16
 
 
 class SessionReporter:
@@ -26,6 +28,7 @@ class SessionReporter:
 
     def __init__(self, directory: Path, writer: str, *, run_id: str, rid_prefix: str, sglang_version: str) -> None:
         self._directory = directory
+        self._reserve = directory / f"reserve-{writer}"
         self._lock = threading.Lock()
         self._written_at = 0.0
         self._record = SessionRecord(
@@ -57,6 +60,8 @@ class SessionReporter:
 
     def ready(self) -> None:
         """The handshake: capture is set up in this process."""
+        with fs.io_errors(self._reserve, "write"):
+            fs.replace_file(self._reserve, bytes(_RESERVE_BYTES))
         self._change("ready", None)
 
     def refused(self, error: HsCaptureError) -> None:
@@ -91,7 +96,11 @@ class SessionReporter:
             self._write()
 
     def _write(self) -> None:
-        write_session(self._directory, self._record)
+        try:
+            write_session(self._directory, self._record)
+        except DiskFullError:
+            self._reserve.unlink(missing_ok=True)
+            write_session(self._directory, self._record)
         self._written_at = time.monotonic()
 
     def store_final_norm(self, norm: Any, eps: float) -> None:

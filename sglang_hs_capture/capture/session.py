@@ -47,11 +47,13 @@ class Capture:
 
     def __init__(self, taps: Taps, rid_prefix: str) -> None:
         self._taps, self._rid_prefix = taps, rid_prefix
+        self._prefills = 0
 
     @contextmanager
     def forward(self, forward_batch: Any) -> Iterator[None]:
         """Wrap one forward of the model."""
         batch = compat.prefill_batch(forward_batch)
+        self._prefills += batch is not None
         plan = plan_rows(batch, self._rid_prefix) if batch is not None else None
         if batch is None or plan is None:
             yield
@@ -74,7 +76,7 @@ class Capture:
 class _Current:
     """The forward being captured."""
 
-    header_parts: tuple[RowPlan, int, int]
+    header_parts: tuple[int, RowPlan, int, int]
     metadata: torch.Tensor
     row_index: torch.Tensor | None
     staged: Staged
@@ -152,7 +154,7 @@ class WritingCapture(Capture):
             host = host.pin_memory() if self._device.type == "cuda" else host
             row_index = host.to(self._device, non_blocking=True)
         self._current = _Current(
-            (plan, int(sum(batch.seq_lens)), len(batch.rids)),
+            (self._prefills, plan, int(sum(batch.seq_lens)), len(batch.rids)),
             batch_metadata(batch, plan, compat.req_to_token()),
             row_index,
             self._staging.begin(plan.n_rows),

@@ -66,6 +66,7 @@ def describe(directory: Path, index: DatasetIndex) -> dict[str, Any]:
             "dropped": len(index.dropped),
             "failed": len(index.failed),
             "mismatched": len(index.mismatched),
+            "unclaimed": len(index.unclaimed),
         },
         "reasons": _reasons(index),
         "draft_ids": {**draft_ids(info.boundaries), "final": _final_ids(info)},
@@ -134,6 +135,11 @@ def lines(account: dict[str, Any]) -> list[str]:
         f"Requests     {requests['asked']:,} asked for, {requests['pending']:,} still missing, "
         f"{requests['dropped']:,} dropped, {requests['failed']:,} failed, {requests['mismatched']:,} of other tokens",
     ]
+    if requests["unclaimed"]:
+        shown.append(
+            f"  {requests['unclaimed']:,} captured samples are not in requests.jsonl, so that their ids and loss masks "
+            "are lost: restore that file, or run again to capture them anew"
+        )
     shown += [f"  {count:,} x {reason}" for reason, count in list(account["reasons"].items())[:SHOWN_REASONS]]
     for session in account["sessions"]:
         reason = f": {session['error']}" if session["error"] else ""

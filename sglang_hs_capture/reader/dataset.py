@@ -1,5 +1,6 @@
 """A captured dataset as a PyTorch dataset: whole samples, read from the shards and checked against their tokens."""
 
+import warnings
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,12 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
         self.path = Path(path)
         self.check = check
         self.info: DatasetInfo = index.info
+        if index.unclaimed:
+            warnings.warn(
+                f"{path}: {len(index.unclaimed)} captured samples are left out, because requests.jsonl has no record "
+                "of them: restore that file, or run again to capture them anew",
+                stacklevel=2,
+            )
         self.samples: tuple[SampleEntry, ...] = index.samples
         self._shards: dict[tuple[str, int], tuple[ShardRecord, int]] = {
             (entry.writer, entry.shard): (entry.state.record, entry.state.rows) for entry in index.shards

@@ -6,7 +6,7 @@ from pathlib import Path
 from sglang_hs_capture.errors import CorruptionError
 from sglang_hs_capture.store.identity import read_info, require_dataset
 from sglang_hs_capture.store.replay import Replay, ShardState, journal_writers, replay_journal
-from sglang_hs_capture.store.requests import LEDGER_FILE, DroppedRecord, RequestRecord, Requests, load_requests
+from sglang_hs_capture.store.requests import DroppedRecord, RequestRecord, Requests, load_requests
 from sglang_hs_capture.store.schema import DatasetInfo, Extent, parse_rid
 from sglang_hs_capture.store.session import SessionRecord, read_sessions
 from sglang_hs_capture.store.shard import ShardLayout, ShardPaths
@@ -83,6 +83,8 @@ class DatasetIndex:
         dropped: samples given up by the driver.
         failed: failures of samples that were not captured since.
         mismatched: acknowledged, but with other tokens than the ledger's record of that id; not among ``samples``.
+        unclaimed: acknowledged, of requests as the driver names them, but unknown to the ledger: their ids and loss
+            masks are lost with its record; not among ``samples``.
         shards: those with durable rows, by writer and number.
         sessions: the latest of each writer.
     """
@@ -93,6 +95,7 @@ class DatasetIndex:
     dropped: tuple[DroppedRecord, ...]
     failed: tuple[FailedEntry, ...]
     mismatched: tuple[SampleEntry, ...]
+    unclaimed: tuple[SampleEntry, ...]
     shards: tuple[ShardEntry, ...]
     sessions: tuple[SessionRecord, ...]
 
@@ -110,7 +113,7 @@ def load_index(directory: Path) -> DatasetIndex:
 
     Raises:
         StoreError: there is no dataset.
-        CorruptionError: a file is damaged, a shard is missing or cut, or the ledger lacks what a journal refers to.
+        CorruptionError: a file is damaged, or a shard is missing or cut.
     """
     directory = Path(directory)
     require_dataset(directory)
@@ -122,8 +125,7 @@ def load_index(directory: Path) -> DatasetIndex:
         for number, state in replay.shards.items():
             if state.rows:
                 _check_file(directory, ShardLayout(info, replay.writer, state.record), number, state)
-    samples, mismatched = _join(info, replays, ledger)
-    _check_ledger(directory, samples)
+    samples, mismatched, unclaimed = _join(info, replays, ledger)
     known = {sample.id for sample in samples}
     names = {record.key: record.id for record in ledger.requests.values()}
     failures = [(r.writer, f, _sample_id(f.rid, names)) for r in replays for f in r.failures]
@@ -134,6 +136,7 @@ def load_index(directory: Path) -> DatasetIndex:
         dropped=tuple(record for record in ledger.dropped.values() if record.id not in known),
         failed=tuple(FailedEntry(i, f.rid, w, f.reason, f.detail) for w, f, i in failures if i not in known),
         mismatched=mismatched,
+        unclaimed=unclaimed,
         shards=tuple(
             ShardEntry(r.writer, n, state) for r in replays for n, state in sorted(r.shards.items()) if state.rows
         ),
@@ -162,17 +165,6 @@ def _check_file(directory: Path, layout: ShardLayout, number: int, state: ShardS
     )
 
 
-def _check_ledger(directory: Path, samples: tuple[SampleEntry, ...]) -> None:
-    """Tell a request of the driver's whose record is gone from one sent by hand: its loss mask would be lost unseen."""
-    lost = [sample.rid for sample in samples if sample.id == sample.rid and parse_rid(sample.rid) is not None]
-    if lost:
-        raise CorruptionError(
-            f"{directory / LEDGER_FILE}: {len(lost)} acknowledged samples are not in it, such as that of request "
-            f"{lost[0]}; their ids and loss masks are lost: restore the file from a copy, or capture anew into another "
-            "directory"
-        )
-
-
 def _sample_id(rid: str, names: dict[str, str]) -> str:
     parsed = parse_rid(rid)
     return names.get(parsed.key, rid) if parsed else rid
@@ -180,14 +172,18 @@ def _sample_id(rid: str, names: dict[str, str]) -> str:
 
 def _join(
     info: DatasetInfo, replays: list[Replay], ledger: Requests
-) -> tuple[tuple[SampleEntry, ...], tuple[SampleEntry, ...]]:
+) -> tuple[tuple[SampleEntry, ...], tuple[SampleEntry, ...], tuple[SampleEntry, ...]]:
     names = {record.key: record.id for record in ledger.requests.values()}
     found: dict[str, SampleEntry] = {}
-    mismatched = []
+    mismatched, unclaimed = [], []
     for rid, length, end_hash, parts in _whole(info, replays):
         request = ledger.requests.get(_sample_id(rid, names))
         if request is None:
-            found.setdefault(rid, SampleEntry(rid, rid, length, end_hash, parts))
+            entry = SampleEntry(rid, rid, length, end_hash, parts)
+            if parse_rid(rid) is None:
+                found.setdefault(rid, entry)
+            else:
+                unclaimed.append(entry)
             continue
         entry = SampleEntry(request.id, rid, length, end_hash, parts, request.loss_mask, request.source)
         if (length, end_hash) == (request.length, request.end_hash):
@@ -195,7 +191,7 @@ def _join(
         else:
             mismatched.append(entry)
     by_ledger = [found.pop(id) for id in ledger.requests if id in found]
-    return (*by_ledger, *found.values()), tuple(mismatched)
+    return (*by_ledger, *found.values()), tuple(mismatched), tuple(unclaimed)
 
 
 def _whole(info: DatasetInfo, replays: list[Replay]) -> list[tuple[str, int, int, tuple[SamplePart, ...]]]:

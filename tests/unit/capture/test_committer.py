@@ -4,6 +4,7 @@ import json
 import sys
 import threading
 import time
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -57,6 +58,7 @@ class Engine:
         self.committer.start()
         self.slots: dict[str, list[int]] = {}
         self.next_slot = 1
+        self.prefills = 0
 
     @staticmethod
     def states(prompt: list[int]) -> torch.Tensor:
@@ -67,6 +69,7 @@ class Engine:
 
     def forward(self, parts: list[tuple[str, list[int], int, int]], spoil: dict[tuple[str, int], float] | None = None):
         """Run one prefill forward of ``(rid, prompt, start, end)`` parts; ``spoil`` puts a value into a row."""
+        self.prefills += 1
         tokens, slots, rows = [], [], []
         for rid, prompt, start, end in parts:
             mine = self.slots.setdefault(rid, [])
@@ -90,6 +93,8 @@ class Engine:
             req_pool_indices=torch.arange(len(parts)),
         )
         plan = plan_rows(batch, "hs-")
+        if plan is None:
+            return
         index = plan.row_index()
         packed = torch.cat(rows)
         packed = packed[: plan.n_rows] if index is None else packed[torch.from_numpy(index)]
@@ -98,7 +103,7 @@ class Engine:
         staged = self.staging.begin(plan.n_rows)
         staged.states.copy_(packed)
         absmax = packed.abs().amax(dim=2)
-        self.committer.put(BatchHeader(plan, len(tokens), len(parts), metadata, absmax, lambda: None))
+        self.committer.put(BatchHeader(self.prefills, plan, len(tokens), len(parts), metadata, absmax, lambda: None))
         for piece in self.staging.drain(staged):
             self.committer.put(piece)
 
@@ -209,6 +214,46 @@ def test_the_thread_does_not_wait_long_for_a_busy_scheduler(tmp_path, before, af
         assert sys.getswitchinterval() == pytest.approx(after, rel=0.02)
     finally:
         sys.setswitchinterval(previous)
+
+
+def test_an_id_used_again_after_an_abort_gets_no_rows_of_the_first_request(tmp_path):
+    """Its slots were freed and filled with another prompt's rows, unseen; the id says nothing of the prompt."""
+    engine = Engine(tmp_path)
+    first, second = list(range(40)), [*range(50, 70), 1, 2]
+    engine.forward([("hs-1", first, 0, 20)])
+    engine.forward([("other", second[:20], 0, 20)])
+    engine.forward([("hs-1", second, 20, 22)])
+    engine.forward([("hs-2", second, 0, 22)])
+    engine.finish()
+    assert set(read_samples(tmp_path)) == {"hs-2"}
+    (failed,) = [r for r in journal(tmp_path) if r["t"] == "failed"]
+    assert (failed["rid"], failed["reason"]) == ("hs-1", "incomplete")
+    assert "used before" in failed["detail"]
+
+
+def test_a_report_that_cannot_be_written_is_tried_again_and_slots_come_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(committer_module, "_IDLE_S", 0.05)
+    engine, told = Engine(tmp_path, ring_bytes=2**9), []
+
+    def tell(error):
+        told.append(error)
+        if len(told) < 3:
+            raise DiskFullError("no room for the record either")
+
+    def full(*args):
+        raise DiskFullError("the disk is full")
+
+    monkeypatch.setattr(engine.committer, "_on_error", tell)
+    monkeypatch.setattr(engine.store, "append", full)
+    with suppress(RingClosedError):
+        engine.forward([("hs-lost", list(range(40)), 0, 40)])
+    deadline = time.monotonic() + 10
+    while len(told) < 3 or engine.ring.free_slots < engine.ring.n_slots - 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert len(told) == 3
+    engine.finish()
 
 
 def test_samples_are_acknowledged_without_a_stop(tmp_path):

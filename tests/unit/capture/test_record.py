@@ -1,0 +1,67 @@
+"""The session record: it can be written when nothing else can, and leaves a live session of another process alone."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sglang_hs_capture.capture import record as record_module
+from sglang_hs_capture.capture.record import SessionReporter
+from sglang_hs_capture.errors import DiskFullError, GuardError
+from sglang_hs_capture.store.session import Counters, read_sessions, write_session
+
+
+def reporter(directory: Path, run_id: str = "r") -> SessionReporter:
+    return SessionReporter(directory, "dp0-pp0", run_id=run_id, rid_prefix="hs-", sglang_version="0.5.23")
+
+
+def test_on_a_full_disk_the_reserve_makes_room_for_the_reason(tmp_path, monkeypatch):
+    mine = reporter(tmp_path)
+    mine.ready()
+    reserve = tmp_path / "reserve-dp0-pp0"
+    assert reserve.stat().st_size >= 2**16
+
+    def write(directory, record):
+        if reserve.exists():
+            raise DiskFullError("full")
+        write_session(directory, record)
+
+    monkeypatch.setattr(record_module, "write_session", write)
+    mine.stopped(DiskFullError("the disk is full"))
+    (session,) = read_sessions(tmp_path)
+    assert (session.state, session.error) == ("stopped", "the disk is full")
+
+
+def test_an_error_that_nobody_foresaw_is_named_with_its_type(tmp_path):
+    mine = reporter(tmp_path)
+    mine.ready()
+    mine.stopped(ValueError("odd\nshape"))
+    (session,) = read_sessions(tmp_path)
+    assert session.error == "ValueError: odd shape"
+
+
+def test_a_refusal_does_not_hide_a_live_session(tmp_path, monkeypatch):
+    live = reporter(tmp_path, "live")
+    live.ready()
+    monkeypatch.setattr(record_module.os, "getpid", os.getppid)
+    reporter(tmp_path, "second").refused(GuardError("locked"))
+    (session,) = read_sessions(tmp_path)
+    assert (session.run_id, session.state) == ("live", "ready")
+
+
+def test_a_refusal_takes_the_place_of_a_dead_session(tmp_path):
+    dead = reporter(tmp_path, "dead")
+    dead.describe(pid=2**22 + 1)
+    dead.ready()
+    reporter(tmp_path, "second").refused(GuardError("no graph"))
+    (session,) = read_sessions(tmp_path)
+    assert (session.run_id, session.state, session.error) == ("second", "refused", "no graph")
+
+
+@pytest.mark.parametrize("now", [True, False])
+def test_counters_reach_the_disk_at_once_only_if_asked(tmp_path, now):
+    mine = reporter(tmp_path)
+    mine.ready()
+    mine.progress(Counters(rows=5), now=now)
+    (session,) = read_sessions(tmp_path)
+    assert session.counters.rows == (5 if now else 0)
