@@ -11,6 +11,7 @@ LINE_LIMIT = 600
 _RAISED = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b(?::.*)?$")
 _ARGUMENT = re.compile(r"^\S.*: error: .+$")
 _BLOCK = re.compile(r"hit an exception")
+_CRASHED = re.compile(r"Subprocess \S+ \(pid=\d+\) crashed with exit code -?\d+")
 _STAMPED = re.compile(r"^\[\d{4}-\d\d-\d\d ")
 _NOT_LOADED = re.compile(r"Ignore import error when loading sglang_hs_capture\b.*")
 
@@ -30,9 +31,10 @@ def cause_of_death(lines: list[str]) -> str:
     """The most telling lines, joined into one.
 
     SGLang logs the first failure as "... hit an exception:" and a traceback, and other processes then fail in its wake;
-    so the end of the first such traceback is preferred to the last error in the log.
+    so the end of the first such traceback is preferred to the last error in the log. Where there is none, a process was
+    killed, which SGLang logs too.
     """
-    found = _first_block(lines) or _last_match(lines, _RAISED) or _last_match(lines, _ARGUMENT)
+    found = _first_block(lines) or _first_crash(lines) or _last_match(lines, _RAISED) or _last_match(lines, _ARGUMENT)
     if found:
         return found[:LINE_LIMIT]
     kept = [line.strip() for line in lines if line.strip()][-FALLBACK_LINES:]
@@ -60,6 +62,10 @@ def _first_block(lines: list[str]) -> str:
         if found:
             return found.strip()
     return ""
+
+
+def _first_crash(lines: list[str]) -> str:
+    return next((found[0] for line in lines if (found := _CRASHED.search(line))), "")
 
 
 def _last_match(lines: list[str], pattern: re.Pattern[str]) -> str:

@@ -55,3 +55,12 @@ def test_the_import_warning_is_found():
     )
     assert import_warning(["a", line]).endswith("deepseek: No module named 'x'")
     assert import_warning(["Ignore import error when loading sglang.srt.models.other: y"]) == ""
+
+
+def test_a_process_that_was_killed_is_named_and_not_what_broke_in_its_wake():
+    lines = [
+        "[2026-01-01 00:00:00] Subprocess scheduler_0 (pid=12) crashed with exit code -9. Triggering SIGQUIT",
+        "[2026-01-01 00:00:00] Sleeping 5 seconds before crash diagnostics to let GPU activity settle.",
+        "BrokenPipeError: [Errno 32] Broken pipe",
+    ]
+    assert cause_of_death(lines) == "Subprocess scheduler_0 (pid=12) crashed with exit code -9"
