@@ -42,10 +42,17 @@ class Server:
         sampling = {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True}
         return self.post("/generate", {"input_ids": input_ids, "sampling_params": sampling, **fields})
 
-    def get(self, path: str) -> int:
-        """GET and return the status."""
-        with urllib.request.urlopen(self.url + path, timeout=60) as response:
-            return int(response.status)
+    def wait_healthy(self, path: str, patience_s: float = 60) -> None:
+        """Ask until the server says that it is well; on a busy machine its own check may come too late at first."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                with urllib.request.urlopen(self.url + path, timeout=60):
+                    return
+            except urllib.error.HTTPError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.5)
 
     def post_text(self, path: str, body: dict[str, Any]) -> None:
         """POST JSON where the answer is not JSON."""

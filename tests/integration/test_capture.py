@@ -130,7 +130,7 @@ def test_decode_health_checks_and_other_requests_leave_no_rows(capture):
     server.generate(prompt(90, 10), max_new_tokens=2)
     server.generate(prompt(9, 11), rid="xhs-3")
     for path in ("/health", "/health_generate"):
-        assert server.get(path) == 200
+        server.wait_healthy(path)
     server.generate(prompt(5, 12), rid="hs-after")
     dataset = wait_for(output, {"hs-generating", "hs-after"})
     assert stored_rows(output) - before == 75
@@ -257,8 +257,7 @@ def test_every_class_captures(start_server, deepseek_checkpoint, tmp_path_factor
 @pytest.mark.parametrize(
     ("flag", "named"),
     [
-        ("--enable-mixed-chunk", "--enable-mixed-chunk"),
-        ("radix", "--disable-radix-cache"),
+        ("--enable-hierarchical-cache", "--enable-hierarchical-cache"),
         ("layers", "outside the model"),
     ],
 )
@@ -269,9 +268,9 @@ def test_a_mode_that_would_corrupt_is_refused_at_start(deepseek_checkpoint, tmp_
 
     settings = {"layers": [3, 99]} if flag == "layers" else {}
     arguments = flags(tmp_path / "dataset", **settings)
-    if flag == "radix":
+    if flag == "--enable-hierarchical-cache":
         arguments.remove("--disable-radix-cache")
-    elif flag != "layers":
+    if flag != "layers":
         arguments.append(flag)
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(deepseek_checkpoint), "--port", "0"]
     env = {**os.environ, **environment(), "SGLANG_PLATFORM": "hs_capture_cpu", "OMP_NUM_THREADS": "2"}
