@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 SGLANG ?= 0.5.23
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test unit integration lint format clean
+.PHONY: demo test test-slow unit integration lint format clean
 
 demo: $(STAMP)
 	$(BIN)/hs-capture demo
@@ -18,7 +18,10 @@ unit: $(STAMP)
 	$(BIN)/python -m pytest -q tests/unit
 
 integration: $(STAMP)
-	$(BIN)/python -m pytest -q tests/integration
+	$(BIN)/python -m pytest -q tests/integration -m "not slow"
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -q tests/integration -m slow
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -232,7 +232,14 @@ def test_tensor_parallel_ranks_capture_once_and_right(start_server, kimi_checkpo
     assert stored_rows(output) == sum(map(len, prompts.values()))
 
 
-@pytest.mark.parametrize("architecture", ["DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV3Capture"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param("DeepseekV2ForCausalLM", marks=pytest.mark.slow),
+        pytest.param("DeepseekV32ForCausalLM", marks=pytest.mark.slow),
+        "DeepseekV3Capture",
+    ],
+)
 def test_every_class_captures(start_server, deepseek_checkpoint, tmp_path_factory, architecture):
     """The same weights under each architecture's class: V3.2 without its sparse index, which needs a GPU."""
     model = tmp_path_factory.mktemp(architecture) / "model"

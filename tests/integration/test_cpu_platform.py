@@ -56,6 +56,7 @@ def test_input_logprobs_agree_with_transformers(server: Server, reference: Refer
     assert (got - expected).abs().max() < LOGPROB_TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags", [("--page-size", "16"), ("--disable-radix-cache",), ("--tp-size", "2"), ("--pp-size", "2")], ids=" ".join
 )

@@ -122,7 +122,14 @@ def largest_error(one: Path, other: Path, names: set[str]) -> float:
     return worst
 
 
-@pytest.mark.parametrize(("count", "more"), [(200, ()), (60, ("--page-size", "16")), (30, ("--page-size", "64"))])
+@pytest.mark.parametrize(
+    ("count", "more"),
+    [
+        (200, ()),
+        pytest.param(60, ("--page-size", "16"), marks=pytest.mark.slow),
+        pytest.param(30, ("--page-size", "64"), marks=pytest.mark.slow),
+    ],
+)
 def test_a_random_tree_of_prompts_equals_the_capture_without_a_cache(
     start_server: StartServer, deepseek_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, count, more
 ):
@@ -187,6 +194,7 @@ def test_a_slot_that_decode_rewrote_is_noticed_and_the_sample_captured_again(
     assert largest_error(base / "dataset", base / "plain", {"new"}) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_later_run_goes_on_with_an_empty_cache_and_links_nothing_wrongly(
     start_server, deepseek_checkpoint, tmp_path_factory
 ):
