@@ -291,13 +291,9 @@ def test_the_demo_shows_that_states_are_right_and_goes_on_where_it_was(tmp_path)
     assert "Starting SGLang" not in again.stderr
     shown = json.loads(call("inspect", output / "dataset", "--json").stdout)
     assert shown["samples"] == shown["requests"]["asked"] > 40
-    assert shown["rows"] == shown["tokens"]
-    assert shown["requests"] == {
-        "asked": shown["samples"],
-        "pending": 0,
-        "dropped": 0,
-        "failed": 0,
-        "mismatched": 0,
-    }
+    assert shown["rows"] <= shown["tokens"]
+    asked = shown["requests"].pop("asked")
+    assert asked == shown["samples"]
+    assert set(shown["requests"].values()) == {0}
     assert shown["shards"]["unfinished"] == 0
     assert shown["sessions"][0]["state"] == "closed"
