@@ -13,7 +13,7 @@ import pytest
 from sglang_hs_capture import HiddenStateDataset
 from sglang_hs_capture.store.session import read_sessions
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_a_full_disk_ends_the_run_clearly_and_nothing_is_lost(small_disk: Path, 
 
     full = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert full.returncode == 4, full.stdout + full.stderr
-    assert "No space left on device" in full.stderr
+    assert "free some space" in full.stderr
     (session,) = read_sessions(output)
     assert session.state == "stopped"
     kept = {sample.id for sample in HiddenStateDataset(output).samples}

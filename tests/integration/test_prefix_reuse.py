@@ -164,7 +164,8 @@ def test_a_shared_prefix_is_computed_and_stored_once(start_server, deepseek_chec
     assert summary["captured"] == 64
     index = load_index(base / "dataset")
     rows = sum(entry.state.rows for entry in index.shards)
-    assert unique <= rows <= 1.05 * unique
+    # Tails that begin with the same token by chance share that row as well.
+    assert 0.99 * unique <= rows <= 1.05 * unique
     assert sum(sample.length for sample in index.samples) == 64 * 512
 
 
