@@ -55,3 +55,11 @@ class EngineError(HsCaptureError):
     """SGLang did not start, died, or does not run the capture classes."""
 
     exit_code = 6
+
+
+def error_of(name: str, text: str) -> HsCaptureError:
+    """An error that another process told of: of the class of that name in this module, if there is one."""
+    kind = globals().get(name)
+    if isinstance(kind, type) and issubclass(kind, HsCaptureError):
+        return kind(text)
+    return HsCaptureError(text)

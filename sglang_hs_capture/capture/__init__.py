@@ -1,1 +1,1 @@
-"""What runs inside the model's process: taps on the forward, and the thread that turns batches into stored rows."""
+"""What runs inside the model's process: taps on the forward, and what hands their rows to the writing process."""

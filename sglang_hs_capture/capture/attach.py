@@ -2,12 +2,17 @@
 
 import atexit
 import logging
+import os
+import socket
+import uuid
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import sglang_hs_capture
 from sglang_hs_capture import compat, layers
 from sglang_hs_capture.capture.guards import check_engine
-from sglang_hs_capture.capture.record import SessionReporter
 from sglang_hs_capture.capture.session import Capture, WritingCapture
 from sglang_hs_capture.capture.taps import Taps
 from sglang_hs_capture.config import CONFIG_KEY, CaptureConfig
@@ -15,7 +20,8 @@ from sglang_hs_capture.errors import ConfigError, HsCaptureError
 from sglang_hs_capture.model_config import ModelConfig, load_model_config
 from sglang_hs_capture.store.identity import model_identity
 from sglang_hs_capture.store.schema import DatasetInfo
-from sglang_hs_capture.store.session import utc_now
+from sglang_hs_capture.store.session import SessionRecord, utc_now
+from sglang_hs_capture.writing.reporter import SessionReporter
 
 logger = logging.getLogger(__name__)
 
@@ -43,24 +49,28 @@ def attach(model: Any, decoder: Any, config: Any) -> Capture | None:
     if not Path(capture_config.output_dir).is_absolute():
         raise ConfigError(f"{CONFIG_KEY}.output_dir: expected an absolute path, got {capture_config.output_dir!r}")
     place = compat.ranks()
-    reporter = SessionReporter(
-        Path(capture_config.output_dir),
-        place.writer,
+    session = SessionRecord(
+        writer=place.writer,
+        session_id=uuid.uuid4().hex,
+        pid=os.getpid(),
+        host=socket.gethostname(),
         run_id=capture_config.run_id,
         rid_prefix=capture_config.rid_prefix,
         sglang_version=compat.sglang_version(),
+        torch_version=torch.__version__,
+        plugin_version=sglang_hs_capture.__version__,
     )
     try:
-        return _attach(model, decoder, config, capture_config, place, reporter)
+        return _attach(model, decoder, config, capture_config, place, session)
     except HsCaptureError as error:
         logger.error("hs_capture: refused to start: %s", error)
         if place.attn_tp_rank == 0:
-            reporter.refused(error)
+            SessionReporter(Path(capture_config.output_dir), session).refused(error)
         raise
 
 
 def _attach(
-    model: Any, decoder: Any, config: Any, capture_config: CaptureConfig, place: compat.Ranks, reporter: SessionReporter
+    model: Any, decoder: Any, config: Any, capture_config: CaptureConfig, place: compat.Ranks, session: SessionRecord
 ) -> Capture:
     settings = compat.engine_settings()
     check_engine(settings)
@@ -85,31 +95,28 @@ def _attach(
         created_at=utc_now(),
         sglang_version=compat.sglang_version(),
     )
-    reporter.describe(
-        model=model_identity(info),
-        architecture_class=f"{type(model).__module__}.{type(model).__qualname__}",
-        context_length=settings.context_length,
-        max_prompt_tokens=settings.context_length - 1,
-        chunked_prefill_size=settings.chunked_prefill_size,
-        prefix_cache=settings.radix_cache,
-        draft_ids=layers.draft_ids(boundaries),
-    )
+    session.model = model_identity(info)
+    session.architecture_class = f"{type(model).__module__}.{type(model).__qualname__}"
+    session.context_length = settings.context_length
+    session.max_prompt_tokens = settings.context_length - 1
+    session.chunked_prefill_size = settings.chunked_prefill_size
+    session.prefix_cache = settings.radix_cache
+    session.draft_ids = layers.draft_ids(boundaries)
     chunk = settings.chunked_prefill_size
     capture = WritingCapture(
         taps,
         capture_config,
         info,
         columns,
-        reporter=reporter,
+        session=session,
         device=next(decoder.norm.parameters()).device,
         staging_rows=chunk if chunk > 0 else settings.max_prefill_tokens,
         norm=decoder.norm,
     )
-    reporter.ready()
     # A killed process loses nothing that was acknowledged; one that ends in order also finishes its shard.
     atexit.register(capture.close)
     logger.info(
-        "hs_capture: capturing %s of requests %r* into %s", info.columns, capture_config.rid_prefix, reporter.writer
+        "hs_capture: capturing %s of requests %r* into %s", info.columns, capture_config.rid_prefix, session.writer
     )
     return capture
 

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,22 +11,24 @@ from typing import Any
 import torch
 
 from sglang_hs_capture import compat
-from sglang_hs_capture.capture.committer import BatchHeader, Committer
-from sglang_hs_capture.capture.record import SessionReporter
-from sglang_hs_capture.capture.rows import RowPlan, batch_metadata, plan_rows
+from sglang_hs_capture.capture.rows import batch_metadata, plan_rows
 from sglang_hs_capture.capture.taps import Taps
+from sglang_hs_capture.capture.writer import Writer
 from sglang_hs_capture.config import CaptureConfig
-from sglang_hs_capture.errors import HsCaptureError
+from sglang_hs_capture.errors import EngineError, HsCaptureError
 from sglang_hs_capture.kernels import reference
 from sglang_hs_capture.layers import Column
 from sglang_hs_capture.staging.copier import Staged, Staging
-from sglang_hs_capture.staging.ring import HostRing, RingClosedError
+from sglang_hs_capture.staging.ring import Producer, RingClosedError, RingMemory
 from sglang_hs_capture.store.schema import DatasetInfo
-from sglang_hs_capture.store.session import Counters
-from sglang_hs_capture.store.writer import StoreWriter
+from sglang_hs_capture.store.session import SessionRecord, read_session, session_path
+from sglang_hs_capture.writing.messages import Content, NormNotice, PieceNotice, Setup, failure_of
+from sglang_hs_capture.writing.plan import BatchHeader, RowPlan
+from sglang_hs_capture.writing.reporter import SessionReporter
 
 logger = logging.getLogger(__name__)
 
+_NORM_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -76,7 +78,7 @@ class Capture:
 class _Current:
     """The forward being captured."""
 
-    header_parts: tuple[int, RowPlan, int, int]
+    header: BatchHeader
     metadata: torch.Tensor
     row_index: torch.Tensor | None
     staged: Staged
@@ -93,60 +95,63 @@ class WritingCapture(Capture):
         info: DatasetInfo,
         columns: tuple[Column, ...],
         *,
-        reporter: SessionReporter,
+        session: SessionRecord,
         device: torch.device,
         staging_rows: int,
         norm: torch.nn.Module,
     ) -> None:
-        """Open the dataset and allocate the buffers.
+        """Allocate the buffers and start the writing process, which opens the dataset.
 
         Raises:
             StoreError: the dataset cannot be written, or is of another model or other settings.
             ConfigError: the ring is too small.
+            EngineError: the writing process did not start.
         """
         super().__init__(taps, config.rid_prefix)
         self._columns, self._device, self._norm, self._info = columns, device, norm, info
         self._directory = Path(config.output_dir)
-        self._store = StoreWriter.open(
-            self._directory,
-            reporter.writer,
-            info,
-            session_id=reporter.session_id,
-            shard_bytes=config.shard_bytes,
-            min_free_bytes=config.min_free_bytes,
-        )
-        self._ring = HostRing(config.ring_bytes, info.row_bytes, pinned=device.type == "cuda")
+        memory = RingMemory.create(config.ring_bytes, info.row_bytes)
         self._staging = Staging(
-            device, staging_rows, len(columns), info.hidden_size, TORCH_DTYPES[config.dtype], self._ring
+            device,
+            staging_rows,
+            len(columns),
+            info.hidden_size,
+            TORCH_DTYPES[config.dtype],
+            Producer(memory, check_consumer=self._check_writer),
         )
-        self._committer = Committer(
-            self._store,
-            self._ring,
-            commit_interval_s=config.commit_interval_s,
-            on_commit=self._report,
-            on_error=self._stop,
-        )
-        self._reporter = reporter
         self._stopped = threading.Event()
-        self._norm_stored = False
+        self._norm_sent = False
         self._current: _Current | None = None
         self._pack = _pack_for(device)
-        self._committer.start()
+        self._session = session
+        setup = Setup(
+            config.to_mapping(),
+            info.to_json(),
+            session.to_json(),
+            [column.name for column in columns],
+            list(compat.REFUSED_PROMPT),
+        )
+        self._writer = Writer(memory, setup, self._writer_ended)
+
+    def _check_writer(self) -> None:
+        self._writer.check()
 
     def _sink_for(self, batch: compat.PrefillBatch, plan: RowPlan) -> Any:
         if self._stopped.is_set():
             return _discard
         try:
             self._begin(batch, plan)
+        except RingClosedError:
+            self._stopped.set()
+            return _discard
         except Exception as error:  # the server must live on; the session record tells
             self._fail(error)
             return _discard
         return self._take
 
     def _begin(self, batch: compat.PrefillBatch, plan: RowPlan) -> None:
-        if not self._norm_stored:
-            self._reporter.store_final_norm(self._norm, self._info.final_norm_eps)
-            self._norm_stored = True
+        if not self._norm_sent:
+            self._send_norm()
         index = plan.row_index()
         row_index = None
         if index is not None:
@@ -154,12 +159,27 @@ class WritingCapture(Capture):
             host = host.pin_memory() if self._device.type == "cuda" else host
             row_index = host.to(self._device, non_blocking=True)
         self._current = _Current(
-            (self._prefills, plan, int(sum(batch.seq_lens)), len(batch.rids)),
+            BatchHeader(self._prefills, plan, int(sum(batch.seq_lens)), len(batch.rids)),
             batch_metadata(batch, plan, compat.req_to_token()),
             row_index,
             self._staging.begin(plan.n_rows),
             set(),
         )
+
+    def _send_norm(self) -> None:
+        # Only now, at the first batch: the weights are loaded after the model is built.
+        weight: torch.Tensor = self._norm.weight.detach()  # type: ignore[operator]
+        if weight.dtype not in _NORM_DTYPES:
+            weight = weight.float()
+        self._writer.send(
+            NormNotice(_NORM_DTYPES[weight.dtype], weight.numel(), weight.nbytes, self._info.final_norm_eps)
+        )
+        self._send("norm", weight)
+        self._norm_sent = True
+
+    def _send(self, content: Content, source: torch.Tensor) -> None:
+        for piece in self._staging.send(source):
+            self._writer.send(PieceNotice(content, piece.number, piece.span))
 
     def _take(self, column: int, state: torch.Tensor) -> None:
         current = self._current
@@ -183,40 +203,32 @@ class WritingCapture(Capture):
                     f"expected {len(self._columns)} states of a prefill forward, {', '.join(missing)} did not come: "
                     "this SGLang or one of its modes does not run the layers as the plugin knows them"
                 )
-            (metadata, absmax), wait = self._staging.to_host([current.metadata, current.staged.absmax])
-            self._committer.put(BatchHeader(*current.header_parts, metadata, absmax, wait))
-            for piece in self._staging.drain(current.staged):
-                self._committer.put(piece)
+            self._writer.send(current.header)
+            self._send("metadata", current.metadata)
+            self._send("absmax", current.staged.absmax)
+            self._send("rows", current.staged.states)
+            self._staging.sent()
         except RingClosedError:
-            return  # the committer has stopped, and told why
+            self._stopped.set()  # the writing process has stopped, and told why
         except Exception as error:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
+        """Stop capturing for an error on this side, and have the writing process say so."""
         logger.exception("hs_capture: capture stopped, the server goes on")
-        self._ring.close()
-        self._stop(error)
-
-    def _stop(self, error: Exception) -> None:
         self._stopped.set()
-        self._reporter.stopped(error)
+        # If it is gone, its end was noticed and is told by ``_writer_ended``.
+        with suppress(EngineError):
+            self._writer.send(failure_of(error))
 
-    def _report(self, now: bool) -> None:
-        tallies = self._committer.tallies
-        counters = Counters(
-            rows=self._store.rows,
-            bytes=self._store.bytes,
-            samples=tallies.samples,
-            failed=tallies.failed,
-            incomplete=tallies.incomplete,
-            blocked_s=round(self._ring.blocked_s, 6),
-            disk_wait_s=round(self._store.disk_wait_s, 6),
-            ring_bytes=self._ring.nbytes,
-            slot_table_bytes=self._committer.slot_table_bytes,
-        )
-        self._reporter.progress(counters, now=now)
+    def _writer_ended(self, error: HsCaptureError) -> None:
+        self._stopped.set()
+        logger.error("hs_capture: capture stopped, the server goes on: %s", error)
+        written = read_session(session_path(self._directory, self._session.writer))
+        if written is not None and written.session_id == self._session.session_id and written.state == "ready":
+            SessionReporter(self._directory, written).stopped(error, written.counters)
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Store what is under way and finish the shard."""
-        self._committer.stop(timeout_s)
-        self._reporter.closed()
+        self._stopped.set()
+        self._writer.stop(timeout_s)

@@ -1,21 +1,24 @@
 """Packed rows from a device buffer into the ring, on a side stream, without a wait on the scheduler's thread."""
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from sglang_hs_capture.staging.ring import HostRing
+from sglang_hs_capture.errors import ConfigError
+from sglang_hs_capture.staging.doorbell import CudaDoorbell, Doorbell, HostDoorbell
+from sglang_hs_capture.staging.ring import Producer, RingMemory, Span
+
+_BUFFERS = 2
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows ``[start, start + count)`` of a batch, on their way into ``slot``; there once ``wait`` returns."""
+    """A part of what was sent, on its way into ``span``; there once the ring's ``ready`` word is ``number`` or more."""
 
-    slot: int
-    start: int
-    count: int
-    wait: Callable[[], None]
+    number: int
+    span: Span
 
 
 @dataclass(frozen=True)
@@ -24,10 +27,6 @@ class Staged:
 
     states: torch.Tensor
     absmax: torch.Tensor
-
-
-def _already() -> None:
-    """The wait for something that was copied synchronously."""
 
 
 class Staging:
@@ -44,17 +43,39 @@ class Staging:
         n_columns: int,
         hidden: int,
         dtype: torch.dtype,
-        ring: HostRing,
-        buffers: int = 2,
+        producer: Producer,
     ) -> None:
-        """Allocate ``buffers`` buffers of ``rows`` rows each on ``device``."""
-        self._device, self._ring = device, ring
+        """Allocate buffers of ``rows`` rows each on ``device``, and pin the ring for a CUDA device.
+
+        Raises:
+            ConfigError: the driver cannot pin so much memory.
+            EngineError: the driver is too old.
+        """
+        self._device, self._producer = device, producer
         self._shape, self._dtype = (n_columns, hidden), dtype
-        self._buffers = [self._allocate(rows) for _ in range(buffers)]
+        self._buffers = [self._allocate(rows) for _ in range(_BUFFERS)]
         self._turn = 0
-        self._cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._cuda else None
-        self._copied: list[torch.cuda.Event | None] = [None] * buffers
+        self._numbers = 0
+        memory = producer.memory
+        self._arena = torch.from_numpy(memory.arena)
+        self._stream: torch.cuda.Stream | None = None
+        self._doorbell: Doorbell = HostDoorbell(memory)
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            self._doorbell = self._pin(memory)
+        self._copied: list[torch.cuda.Event | None] = [None] * _BUFFERS
+
+    def _pin(self, memory: RingMemory) -> Doorbell:
+        cudart, address, nbytes = torch.cuda.cudart(), memory.words.ctypes.data, memory.words.nbytes + memory.capacity
+        result = int(cudart.cudaHostRegister(address, nbytes, 0))
+        if result != 0:
+            raise ConfigError(
+                f"ring_bytes: the driver could not pin {nbytes} bytes of host memory (error {result}); lower "
+                "ring_bytes, or raise the limit on locked memory (ulimit -l)"
+            )
+        # Unpinned before the memory goes back to the system: its address would stay registered.
+        weakref.finalize(self, cudart.cudaHostUnregister, address)
+        return CudaDoorbell(address + memory.ready_offset)
 
     def _allocate(self, rows: int) -> Staged:
         # An explicit device: a model is built under a default device.
@@ -77,51 +98,46 @@ class Staging:
         buffer = self._buffers[self._turn]
         return Staged(buffer.states[:rows], buffer.absmax[:rows])
 
-    def to_host(self, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Callable[[], None]]:
-        """Start copying small device tensors to new host tensors; returns these and the wait for them."""
-        if self._stream is None:
-            return [tensor.clone() for tensor in tensors], _already
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            hosts = []
-            for tensor in tensors:
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-                host.copy_(tensor, non_blocking=True)
-                tensor.record_stream(self._stream)
-                hosts.append(host)
-            event = torch.cuda.Event(blocking=True)
-            event.record(self._stream)
-        return hosts, event.synchronize
-
-    def drain(self, staged: Staged) -> Iterator[Piece]:
-        """Start copying packed rows into the ring, a slot at a time, waiting for free slots as need be.
+    def send(self, source: torch.Tensor) -> Iterator[Piece]:
+        """Start copying a tensor into the ring, piece by piece, waiting for room as need be.
 
         The caller hands on each piece before it takes the next: a batch may be larger than the whole ring.
+
+        Args:
+            source: contiguous ``[n, ...]`` on the device, written by the current stream; a piece has whole entries of
+                its first axis.
 
         Raises:
             RingClosedError: capture has stopped.
         """
-        n_rows = staged.states.shape[0]
-        flat = staged.states.view(torch.uint8).reshape(n_rows, -1)
+        if source.numel() == 0:
+            return
+        flat = source.contiguous().view(source.shape[0], -1).view(torch.uint8)
+        unit = flat.shape[1]
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        for start in range(0, n_rows, self._ring.slot_rows):
-            count = min(self._ring.slot_rows, n_rows - start)
-            slot = self._ring.acquire()
-            target = self._ring.rows(slot, count).view(count, -1)
-            yield Piece(slot, start, count, self._copy(flat[start : start + count], target))
+        first = 0
+        while first < flat.shape[0]:
+            span = self._producer.reserve((flat.shape[0] - first) * unit, unit)
+            count = span.nbytes // unit
+            target = self._arena[span.offset : span.offset + span.nbytes].view(count, unit)
+            yield self._copy(flat[first : first + count], target, span)
+            first += count
+
+    def sent(self) -> None:
+        """All rows of the last ``begin`` have been sent: its buffer is free once they are copied."""
         if self._stream is not None:
             copied = torch.cuda.Event()
             copied.record(self._stream)
             self._copied[self._turn] = copied
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, span: Span) -> Piece:
+        self._numbers += 1
         if self._stream is None:
             target.copy_(source)
-            return _already
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+        else:
+            with torch.cuda.stream(self._stream):
+                target.copy_(source, non_blocking=True)
             source.record_stream(self._stream)
-            event = torch.cuda.Event(blocking=True)
-            event.record(self._stream)
-        return event.synchronize
+        self._doorbell.ring(self._numbers, self._stream)
+        return Piece(self._numbers, span)

@@ -248,6 +248,24 @@ def merge_extents(extents: Iterable[Extent]) -> tuple[Extent, ...]:
     return tuple(merged)
 
 
+def split_extents(extents: Iterable[Extent], counts: Iterable[int]) -> list[list[Extent]]:
+    """Cut a list of extents into lists of ``counts[i]`` rows each; the counts add up to the extents' rows."""
+    rest = [Extent(*extent) for extent in reversed(list(extents))]
+    lists = []
+    for count in counts:
+        mine: list[Extent] = []
+        missing = count
+        while missing:
+            shard, start, available = rest.pop()
+            taken = min(missing, available)
+            mine.append(Extent(shard, start, taken))
+            if taken < available:
+                rest.append(Extent(shard, start + taken, available - taken))
+            missing -= taken
+        lists.append(mine)
+    return lists
+
+
 def extents_from_rows(shards: NDArray[np.int64], rows: NDArray[np.int64]) -> tuple[Extent, ...]:
     """The shortest list of extents that names these rows in this order.
 

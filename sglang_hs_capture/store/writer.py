@@ -4,7 +4,7 @@ The order that makes this so, in ``commit``: states, then tokens, then journal l
 is begun. A record in the journal therefore names only what was durable before it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -168,6 +168,7 @@ class StoreWriter:
         input_ids: NDArray[np.int64],
         positions: NDArray[np.int64],
         prefix_hash: NDArray[np.uint64],
+        release: Callable[[], None] = lambda: None,
     ) -> list[Extent]:
         """Write rows behind those written before. They are durable, and can be acknowledged, after ``commit``.
 
@@ -176,6 +177,7 @@ class StoreWriter:
             input_ids: int64 [n].
             positions: int64 [n].
             prefix_hash: uint64 [n], the chained token hash at each row.
+            release: called once ``rows`` is free for reuse, also after an error.
 
         Returns:
             Where the rows lie; more than one extent when a shard was filled.
@@ -184,6 +186,18 @@ class StoreWriter:
             ValueError: the sizes do not agree.
             DiskFullError, StoreError: none of the rows counts, and no more are accepted.
         """
+        try:
+            return self._append_all(rows, input_ids, positions, prefix_hash)
+        finally:
+            release()
+
+    def _append_all(
+        self,
+        rows: fs.Buffer | NDArray[np.uint8],
+        input_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        prefix_hash: NDArray[np.uint64],
+    ) -> list[Extent]:
         view = (rows.data if isinstance(rows, np.ndarray) else memoryview(rows)).cast("B")
         tokens = pack_tokens(input_ids, positions, prefix_hash)
         if len(view) != len(tokens) * self.row_bytes:
@@ -233,6 +247,20 @@ class StoreWriter:
         """
         self._pending.append(FailureRecord(rid, reason, detail))
 
+    def begin_commit(self) -> None:
+        """Have everything appended and added so far made durable.
+
+        Raises:
+            DiskFullError, StoreError: see ``commit``.
+        """
+        self._sync()
+        self._disk.forget_space()
+
+    def acknowledged(self) -> list[SampleRecord]:
+        """The samples acknowledged since the last call, or the last ``commit``."""
+        acknowledged, self._acknowledged = self._acknowledged, []
+        return acknowledged
+
     def commit(self) -> list[SampleRecord]:
         """Make everything appended and added so far durable.
 
@@ -242,10 +270,8 @@ class StoreWriter:
         Raises:
             DiskFullError, StoreError: what was not acknowledged before is lost, and nothing more is accepted.
         """
-        self._sync()
-        self._disk.forget_space()
-        acknowledged, self._acknowledged = self._acknowledged, []
-        return acknowledged
+        self.begin_commit()
+        return self.acknowledged()
 
     def close(self) -> list[SampleRecord]:
         """Commit, finish the shard being written, and let go of the dataset, in any case. A second call does nothing.

@@ -21,15 +21,16 @@ ORDER = (
     {"model_config"},
     {"compat", "kernels", "store", "data", "demo"},
     {"staging", "reader", "platform"},
-    {"capture", "verify"},
+    {"writing", "verify"},
+    {"capture"},
     {"models", "driver"},
     {"cli"},
 )
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 # The two sides of a capture meet on disk and over HTTP only.
 NEVER = {
-    "driver": {"capture", "kernels", "models", "platform", "reader", "staging", "verify"},
-    "cli": {"capture", "kernels", "models", "platform", "staging"},
+    "driver": {"capture", "kernels", "models", "platform", "reader", "staging", "verify", "writing"},
+    "cli": {"capture", "kernels", "models", "platform", "staging", "writing"},
     "reader": {"compat", "data", "demo", "kernels"},
     "verify": {"compat", "data", "reader", "store"},
 }
@@ -85,13 +86,14 @@ def test_triton_is_imported_in_the_kernel_only():
 
 
 def test_parts_that_must_be_light_import_no_torch():
-    light = {"errors", "layers", "config", "model_config", "store", "cli"}
+    light = {"errors", "layers", "config", "model_config", "store", "writing", "cli"}
     assert not light & {part_of(file) for file in importers("torch") | importers("transformers")}
 
 
-def test_the_driver_and_the_commands_load_without_torch():
-    """Also through others, so that ``hs-capture`` answers at once."""
-    files = [f"{PACKAGE}/{file}" for file in MODULES if part_of(file) in ("cli", "config", "driver", "layers", "store")]
+@pytest.mark.parametrize("parts", [("cli", "config", "driver", "layers", "store"), ("writing",)])
+def test_the_commands_and_the_writing_process_load_without_torch(parts):
+    """Also through others, so that ``hs-capture`` answers at once and the writing process is small."""
+    files = [f"{PACKAGE}/{file}" for file in MODULES if part_of(file) in parts and "__main__" not in file]
     modules = [file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in files]
     heavy = ("sglang", "torch", "transformers", "triton")
     program = f"import {', '.join(modules)}, sys; print([name for name in {heavy} if name in sys.modules])"

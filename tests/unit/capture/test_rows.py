@@ -1,10 +1,11 @@
-"""Which rows of a batch are kept, and what travels to the writing thread."""
+"""Which rows of a batch are kept, and what travels to the writing process."""
 
 import numpy as np
 import torch
 
-from sglang_hs_capture.capture.rows import HostMetadata, batch_metadata, plan_rows
+from sglang_hs_capture.capture.rows import batch_metadata, plan_rows
 from sglang_hs_capture.compat import PrefillBatch
+from sglang_hs_capture.writing.plan import BatchHeader, HostMetadata
 
 
 def make_batch(rids, prefix_lens, seq_lens, padding=0) -> PrefillBatch:
@@ -46,7 +47,9 @@ def test_metadata_survives_the_trip_with_prefix_slots():
     assert packed.dtype == torch.int64
     # A later in-place change of the model's input must not reach the copy.
     batch.input_ids.zero_()
-    meta = HostMetadata(packed.numpy(), plan, 6, 3)
+    header = BatchHeader(1, plan, 6, 3)
+    assert packed.shape == (header.metadata_words,)
+    meta = HostMetadata(packed.numpy(), header)
     assert meta.input_ids.tolist() == list(range(1000, 1006))
     assert meta.slots.tolist() == list(range(6000, 6006))
     assert meta.prompt_lens.tolist() == [5, 2, 5]
@@ -57,6 +60,7 @@ def test_metadata_survives_the_trip_with_prefix_slots():
 def test_requests_without_a_prefix_have_no_prefix_slots():
     batch = make_batch(["hs-a"], [0], [3])
     plan = plan_rows(batch, "hs-")
-    meta = HostMetadata(batch_metadata(batch, plan, torch.zeros(2, 4, dtype=torch.int32)).numpy(), plan, 3, 1)
+    packed = batch_metadata(batch, plan, torch.zeros(2, 4, dtype=torch.int32))
+    meta = HostMetadata(packed.numpy(), BatchHeader(1, plan, 3, 1))
     assert meta.prefix_slots(plan.requests[0]).size == 0
     assert isinstance(meta.slots, np.ndarray)

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from sglang_hs_capture.capture.slots import Prefix, SlotTable
 from sglang_hs_capture.store.hashing import end_hash, prefix_hashes
 from sglang_hs_capture.store.schema import Extent
+from sglang_hs_capture.writing.slots import Prefix, SlotTable
 
 
 def record(table, tokens, slots, extents, *, start=0, base=0, owner=1, proven=True) -> int:

@@ -1,58 +1,28 @@
-"""The writing thread: batches in the order of their forwards in, stored rows and acknowledged samples out."""
+"""Batches in the order of their forwards in, stored rows and acknowledged samples out."""
 
 import logging
-import queue
-import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import pairwise
 
 import numpy as np
-import torch
 
-from sglang_hs_capture.capture.inflight import InFlight, RequestState
-from sglang_hs_capture.capture.rows import HostMetadata, KeptRequest, RowPlan
-from sglang_hs_capture.capture.slots import Prefix, SlotTable
-from sglang_hs_capture.compat import REFUSED_PROMPT
-from sglang_hs_capture.errors import DiskFullError, HsCaptureError
-from sglang_hs_capture.staging.copier import Piece
-from sglang_hs_capture.staging.ring import HostRing
+from sglang_hs_capture.errors import HsCaptureError
+from sglang_hs_capture.staging.ring import Lease
 from sglang_hs_capture.store.hashing import prefix_hashes
-from sglang_hs_capture.store.schema import Extent, merge_extents, parse_rid
+from sglang_hs_capture.store.schema import Extent, merge_extents, parse_rid, split_extents
 from sglang_hs_capture.store.writer import StoreWriter
+from sglang_hs_capture.writing.inflight import InFlight, RequestState
+from sglang_hs_capture.writing.plan import BatchHeader, HostMetadata, KeptRequest
+from sglang_hs_capture.writing.slots import Prefix, SlotTable
 
 logger = logging.getLogger(__name__)
 
 _IDLE_S = 1.0
-_SWITCH_INTERVAL_S = 2e-4
 # A request whose prefix is being computed for another one waits so long for that one's end.
 _LENDER_PATIENCE_S = 30.0
 _SOUND = ("", "")
-
-
-@dataclass(frozen=True)
-class BatchHeader:
-    """Announces the pieces of one forward.
-
-    Attributes:
-        number: counts this process's prefill forwards, those without captured requests included.
-        plan: which requests and rows.
-        n_forward_rows: rows of the whole forward, captured or not.
-        n_requests: requests of the whole forward.
-        metadata: int64, the host's copy of ``batch_metadata``; there once ``wait`` returns.
-        absmax: float32 ``[T, C]`` on the host; likewise.
-        wait: returns when both have been copied.
-    """
-
-    number: int
-    plan: RowPlan
-    n_forward_rows: int
-    n_requests: int
-    metadata: torch.Tensor
-    absmax: torch.Tensor
-    wait: Callable[[], None]
 
 
 @dataclass(eq=False)
@@ -73,9 +43,22 @@ class _OpenRequest:
     stored: int = 0
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Rows of one request within a piece: from the piece's row ``start`` on, the request's own ``rows``."""
+
+    request: _OpenRequest
+    start: int
+    rows: slice
+
+    @property
+    def count(self) -> int:
+        return int(self.rows.stop - self.rows.start)
+
+
 @dataclass
 class Tallies:
-    """What the thread has done so far: samples acknowledged, given up for unusable rows, and for rows not found."""
+    """What was done so far: samples acknowledged, given up for unusable rows, and for rows not found."""
 
     samples: int = 0
     failed: int = 0
@@ -83,115 +66,121 @@ class Tallies:
 
 
 class Committer:
-    """Stores batches on a thread of its own.
+    """Stores what was captured. All methods are for one thread, the writing process's own; none raises.
 
-    After an error nothing more is stored and the ring is closed, but the thread keeps emptying its queue, so that the
-    server lives on; ``on_error`` is called once with the error.
+    After an error nothing more is stored, and ``on_error`` is called with it, again and again until it returns; what is
+    handed over from then on is let go, so that the server lives on.
     """
 
     def __init__(
         self,
         store: StoreWriter,
-        ring: HostRing,
         *,
         commit_interval_s: float,
+        placeholder: Sequence[int],
         on_commit: Callable[[bool], None],
         on_error: Callable[[Exception], None],
     ) -> None:
-        """Make the thread; ``start`` starts it.
+        """Begin with an open store.
 
         Args:
-            store: where rows go; from now on used by this thread alone.
-            ring: where pieces lie.
+            store: where rows go.
             commit_interval_s: rows are durable, and samples acknowledged, at least this often.
-            on_commit: called after each commit with False, and with True once the queue has been empty for a second.
+            placeholder: the prompt that SGLang runs in place of one that it refused.
+            on_commit: called after each commit was begun with False, and with True once all is quiet for a second.
             on_error: called with the error that ended capture, until it returns.
         """
-        self._store, self._ring = store, ring
+        self._store, self._placeholder = store, tuple(placeholder)
         self._interval, self._on_commit, self._on_error = commit_interval_s, on_commit, on_error
-        self._idle_reported = True
-        self._queue: queue.SimpleQueue[BatchHeader | Piece | None] = queue.SimpleQueue()
         self._slots = SlotTable()
         self._open: list[_OpenRequest] = []
+        self._row = 0
         self._inflight = InFlight()
         self._deferred: list[tuple[float, _OpenRequest]] = []
         self._dirty_since: float | None = None
-        self._failed = False
+        self._quiet_since: float | None = None
         self._untold: Exception | None = None
+        self._tell_at = 0.0
+        self.failed = False
         self.tallies = Tallies()
-        self._thread = threading.Thread(target=self._run, name="hs-capture-committer", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread.
-
-        The scheduler's thread polls without a pause, and a thread that comes back from a write waits for the
-        interpreter's lock up to the switch interval, each time; at Python's own 5 ms that, and not the disk, is what
-        bounds the store.
-        """
-        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
-        self._thread.start()
-
-    def put(self, item: BatchHeader | Piece) -> None:
-        """Hand over a batch's header, then each of its pieces, from the forward's thread."""
-        self._queue.put(item)
-
-    def stop(self, timeout_s: float | None = None) -> None:
-        """Store what was handed over, commit, close the store and end the thread."""
-        self._queue.put(None)
-        self._thread.join(timeout_s)
 
     @property
     def slot_table_bytes(self) -> int:
         """Host memory of the slot table."""
         return self._slots.nbytes
 
-    def _run(self) -> None:
-        while True:
-            try:
-                item = self._queue.get(timeout=self._until_commit())
-            except queue.Empty:
-                self._tell()
-                self._guarded(self._idle if self._dirty_since is None else self._commit)
-                self._guarded(self._settle_deferred)
-                continue
-            if item is None:
-                self._guarded(self._commit)
-                self._guarded(self._store.close)
-                return
-            if isinstance(item, BatchHeader):
-                self._guarded(partial(self._begin, item))
-            else:
-                self._guarded(partial(self._take, item))
-                # A slot is given back also after an error: a forward may be waiting for it.
-                self._ring.release(item.slot)
-            if self._dirty_since is not None and time.monotonic() - self._dirty_since >= self._interval:
-                self._guarded(self._commit)
+    def begin(self, header: BatchHeader, metadata: np.ndarray, absmax: np.ndarray) -> None:
+        """A forward's rows will follow.
 
-    def _until_commit(self) -> float | None:
-        if self._dirty_since is None:
-            waiting = not self._idle_reported or self._deferred or self._untold is not None
-            return _IDLE_S if waiting else None
-        return max(0.0, self._interval - (time.monotonic() - self._dirty_since))
+        Args:
+            header: which.
+            metadata: int64, as :class:`HostMetadata` reads it.
+            absmax: float32 ``[T, C]``, the largest magnitude in each state of each kept row; not finite where the
+                state has such a value.
+        """
+        self._guarded(lambda: self._begin(header, metadata, absmax))
+
+    def take(self, data: memoryview, n_rows: int, lease: Lease) -> None:
+        """The next ``n_rows`` rows of the forward, uint8 ``[n_rows * row_bytes]``.
+
+        The bytes are used until the store has called back; ``lease`` is shared for so long.
+        """
+        self._guarded(lambda: self._take(data, n_rows, lease))
+
+    def tick(self) -> float | None:
+        """Do what is due, and say in how many seconds something will be; None if nothing until more is handed over."""
+        if self._untold is not None and time.monotonic() >= self._tell_at:
+            self._tell()
+        self._guarded(self._work)
+        if self.failed:
+            return None if self._untold is None else _IDLE_S
+        if self._dirty_since is not None:
+            return max(0.0, self._interval - (time.monotonic() - self._dirty_since))
+        return _IDLE_S if self._quiet_since is not None or self._deferred else None
+
+    def finish(self) -> None:
+        """Make all durable and close the store; after an error, what was acknowledged until then."""
+        if self.failed:
+            self._save(self._store.close)
+            return
+        self._guarded(self._commit)
+        self._guarded(self._close)
+
+    def fail(self, error: Exception) -> None:
+        """End capture for an error of somebody else's."""
+        if self.failed:
+            return
+        self.failed = True
+        self._dirty_since = None
+        self._save(self._store.commit)
+        log = logger.error if isinstance(error, HsCaptureError) else logger.exception
+        log("hs_capture: capture stopped, the server goes on: %s", error)
+        self._untold = error
+        self._tell()
 
     def _guarded(self, step: Callable[[], object]) -> None:
-        if self._failed:
-            self._dirty_since, self._idle_reported = None, True
+        if self.failed:
             return
         try:
             step()
         except Exception as error:
-            self._failed = True
-            self._dirty_since, self._idle_reported = None, True
-            self._ring.close()
-            if isinstance(error, DiskFullError):
-                self._commit_what_fits()
-            log = logger.error if isinstance(error, HsCaptureError) else logger.exception
-            log("hs_capture: capture stopped, the server goes on: %s", error)
-            self._untold = error
-            self._tell()
+            self.fail(error)
+
+    def _work(self) -> None:
+        self._count(self._store.acknowledged())
+        self._settle_deferred()
+        now = time.monotonic()
+        if self._dirty_since is not None and now - self._dirty_since >= self._interval:
+            self._store.begin_commit()
+            self._dirty_since, self._quiet_since = None, now
+            self._on_commit(False)
+        elif self._quiet_since is not None and now - self._quiet_since >= _IDLE_S:
+            self._quiet_since = None
+            self._on_commit(True)
 
     def _tell(self) -> None:
         """Pass the error on; where that fails, as on a full disk, it is tried again every second."""
+        self._tell_at = time.monotonic() + _IDLE_S
         try:
             if self._untold is not None:
                 self._on_error(self._untold)
@@ -199,17 +188,32 @@ class Committer:
         except Exception:
             logger.exception("hs_capture: could not say that capture has stopped; trying again")
 
-    def _commit_what_fits(self) -> None:
-        # A full disk refuses new rows, not the records of rows that are on it already.
+    def _save(self, step: Callable[[], Sequence[object]]) -> None:
+        """Acknowledge what was sound before an error: a full disk refuses new rows, not records of rows it has."""
         try:
-            self.tallies.samples += len(self._store.commit())
-        except HsCaptureError as error:
+            self._count(step())
+        except Exception as error:
             logger.error("hs_capture: the last samples could not be acknowledged and will be captured again: %s", error)
 
-    def _begin(self, header: BatchHeader) -> None:
-        header.wait()
-        meta = HostMetadata(header.metadata.numpy(), header.plan, header.n_forward_rows, header.n_requests)
-        absmax = header.absmax.numpy()
+    def _commit(self) -> None:
+        self._settle_deferred()
+        self._count(self._store.commit())
+        self._dirty_since = None
+        self._on_commit(False)
+
+    def _close(self) -> None:
+        self._count(self._store.close())
+        self._on_commit(True)
+
+    def _count(self, samples: Sequence[object]) -> None:
+        self.tallies.samples += len(samples)
+
+    def _touch(self) -> None:
+        self._dirty_since = self._dirty_since or time.monotonic()
+
+    def _begin(self, header: BatchHeader, metadata: np.ndarray, absmax: np.ndarray) -> None:
+        meta = HostMetadata(metadata, header)
+        self._row = 0
         self._open = [self._open_request(kept, meta, absmax, header.number) for kept in header.plan.requests]
 
     def _open_request(self, kept: KeptRequest, meta: HostMetadata, absmax: np.ndarray, number: int) -> _OpenRequest:
@@ -229,38 +233,56 @@ class Committer:
         problem = problem or _unusable(absmax[kept.target : kept.target + kept.length], kept.prefix_len)
         hashes = prefix_hashes(tokens, kept.prefix_len, found.end_hash)
         prompt_len = int(meta.prompt_lens[kept.index])
-        if prompt_len == len(REFUSED_PROMPT) and tuple(tokens) == REFUSED_PROMPT:
+        if prompt_len == len(self._placeholder) and tuple(tokens.tolist()) == self._placeholder:
             problem = problem or ("refused", "SGLang refused the request and ran a placeholder prompt in its place")
         expected = name.end_hash if name is not None else None
         return _OpenRequest(kept, state, prompt_len, expected, tokens, positions, slots, hashes, found, problem)
 
-    def _take(self, piece: Piece) -> None:
-        piece.wait()
-        data = memoryview(self._ring.rows(piece.slot, piece.count).numpy().data)
-        row_bytes = len(data) // piece.count
-        end = piece.start + piece.count
+    def _take(self, data: memoryview, n_rows: int, lease: Lease) -> None:
+        first, end = self._row, self._row + n_rows
+        self._row = end
+        run: list[_Part] = []
         for request in self._open:
-            first = max(request.kept.target, piece.start)
-            last = min(request.kept.target + request.kept.length, end)
-            if first < last:
-                part = data[(first - piece.start) * row_bytes : (last - piece.start) * row_bytes]
-                self._store_part(request, part, slice(first - request.kept.target, last - request.kept.target))
-        self._dirty_since = self._dirty_since or time.monotonic()
-
-    def _store_part(self, request: _OpenRequest, data: memoryview, rows: slice) -> None:
-        slots = request.slots[rows]
-        if request.problem is None:
-            tokens, positions, hashes = request.tokens[rows], request.positions[rows], request.hashes[rows]
-            extents = self._store.append(data, tokens, positions, hashes)
-            self._slots.record(slots, extents, tokens, positions, hashes, request.state.serial)
-            request.state.slots.append(slots)
-            request.extents.extend(extents)
-        else:
+            kept = request.kept
+            start, stop = max(kept.target, first), min(kept.target + kept.length, end)
+            if start >= stop:
+                continue
+            part = _Part(request, start - first, slice(start - kept.target, stop - kept.target))
+            if request.problem is None:
+                run.append(part)
+                continue
+            self._store_run(run, data, n_rows, lease)
+            run = []
             # A row that is bad, or whose place in a prompt is unknown, is never linked to: it is not stored at all.
-            self._slots.forget(slots)
-        request.stored += rows.stop - rows.start
-        if request.stored == request.kept.length:
-            self._finish(request)
+            self._slots.forget(request.slots[part.rows])
+            self._advance(part)
+        self._store_run(run, data, n_rows, lease)
+        self._touch()
+
+    def _store_run(self, run: list[_Part], data: memoryview, n_rows: int, lease: Lease) -> None:
+        """Store parts of requests that lie behind each other, in one write."""
+        if not run:
+            return
+        row_bytes = len(data) // n_rows
+        counts = [part.count for part in run]
+        view = data[run[0].start * row_bytes : (run[-1].start + counts[-1]) * row_bytes]
+        tokens, positions, hashes = (
+            np.concatenate([getattr(part.request, name)[part.rows] for part in run])
+            for name in ("tokens", "positions", "hashes")
+        )
+        extents = self._store.append(view, tokens, positions, hashes, lease.share())
+        cuts = np.cumsum([0, *counts])
+        for part, mine, (a, b) in zip(run, split_extents(extents, counts), pairwise(cuts), strict=True):
+            request, slots = part.request, part.request.slots[part.rows]
+            self._slots.record(slots, mine, tokens[a:b], positions[a:b], hashes[a:b], request.state.serial)
+            request.state.slots.append(slots)
+            request.extents.extend(mine)
+            self._advance(part)
+
+    def _advance(self, part: _Part) -> None:
+        part.request.stored += part.count
+        if part.request.stored == part.request.kept.length:
+            self._finish(part.request)
 
     def _finish(self, request: _OpenRequest) -> None:
         if request.kept.prefix_len + request.kept.length < request.prompt_len:
@@ -295,7 +317,7 @@ class Committer:
     def _settle(self, request: _OpenRequest, verdict: tuple[str, str]) -> None:
         state, rid = request.state, request.kept.rid
         # The next commit is due also where nothing else is stored.
-        self._dirty_since = self._dirty_since or time.monotonic()
+        self._touch()
         self._inflight.leave(state, proven=verdict is _SOUND)
         if verdict is not _SOUND:
             self._slots.forget_of(state.all_slots(), state.serial)
@@ -311,15 +333,6 @@ class Committer:
         self.tallies.failed += reason != "incomplete"
         logger.warning("hs_capture: request %r was not captured: %s: %s", rid, reason, detail)
         self._store.add_failure(rid, reason, detail)
-
-    def _commit(self) -> None:
-        self.tallies.samples += len(self._store.commit())
-        self._dirty_since, self._idle_reported = None, False
-        self._on_commit(False)
-
-    def _idle(self) -> None:
-        self._idle_reported = True
-        self._on_commit(True)
 
 
 def _unusable(absmax: np.ndarray, first_position: int) -> tuple[str, str] | None:

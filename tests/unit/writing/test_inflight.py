@@ -1,6 +1,6 @@
 """Requests between their chunks: bounded, and what becomes of those that wait for one."""
 
-from sglang_hs_capture.capture.inflight import InFlight
+from sglang_hs_capture.writing.inflight import InFlight
 
 
 def test_a_request_keeps_its_state_from_chunk_to_chunk():

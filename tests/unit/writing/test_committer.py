@@ -1,27 +1,27 @@
-"""The writing thread: chunks become samples, bad rows are never linked, an error stops capture but not the queue."""
+"""The committer: chunks become samples, bad rows are never linked, an error stops capture and loses nothing."""
 
 import json
-import sys
-import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from sglang_hs_capture.capture import committer as committer_module
-from sglang_hs_capture.capture.committer import BatchHeader, Committer
 from sglang_hs_capture.capture.rows import plan_rows
 from sglang_hs_capture.compat import PrefillBatch
 from sglang_hs_capture.errors import DiskFullError
 from sglang_hs_capture.staging.copier import Staging
-from sglang_hs_capture.staging.ring import HostRing, RingClosedError
+from sglang_hs_capture.staging.ring import Consumer, Producer, RingMemory
 from sglang_hs_capture.store.hashing import end_hash
 from sglang_hs_capture.store.schema import DatasetInfo, make_rid, sample_key
 from sglang_hs_capture.store.writer import StoreWriter
+from sglang_hs_capture.writing import committer as committer_module
+from sglang_hs_capture.writing.committer import Committer
+from sglang_hs_capture.writing.plan import BatchHeader
 
 HIDDEN, COLUMNS = 4, 2
 
@@ -43,19 +43,35 @@ def make_info() -> DatasetInfo:
 
 
 class Engine:
-    """Feeds a committer as forwards would: slots are given out once, states are functions of the prompt."""
+    """Feeds a committer as forwards would: slots are given out once, states are functions of the prompt.
 
-    def __init__(self, directory: Path, ring_bytes: int = 2**14, shard_bytes: int = 2**20) -> None:
+    ``store`` may wrap the store that the committer writes to.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        ring_bytes: int = 2**15,
+        shard_bytes: int = 2**20,
+        wrap: Callable[[StoreWriter], Any] = lambda store: store,
+    ) -> None:
         self.errors: list[Exception] = []
-        self.ring = HostRing(ring_bytes, HIDDEN * COLUMNS * 4, pinned=False)
-        self.staging = Staging(torch.device("cpu"), 8, COLUMNS, HIDDEN, torch.float32, self.ring)
+        self.commits: list[bool] = []
+        memory = RingMemory.create(ring_bytes, HIDDEN * COLUMNS * 4)
+        self.memory, self.consumer = memory, Consumer(memory)
+        self.staging = Staging(
+            torch.device("cpu"), 8, COLUMNS, HIDDEN, torch.float32, Producer(memory, check_consumer=lambda: None)
+        )
         self.store = StoreWriter.open(
             directory, "dp0-pp0", make_info(), session_id="s", shard_bytes=shard_bytes, min_free_bytes=0
         )
         self.committer = Committer(
-            self.store, self.ring, commit_interval_s=0.02, on_commit=lambda now: None, on_error=self.errors.append
+            wrap(self.store),
+            commit_interval_s=0.02,
+            placeholder=[0],
+            on_commit=self.commits.append,
+            on_error=self.errors.append,
         )
-        self.committer.start()
         self.slots: dict[str, list[int]] = {}
         self.next_slot = 1
         self.prefills = 0
@@ -102,13 +118,25 @@ class Engine:
         metadata = torch.tensor([*tokens, *slots, *(len(p[1]) for p in parts), *chain.from_iterable(prefixes)])
         staged = self.staging.begin(plan.n_rows)
         staged.states.copy_(packed)
-        absmax = packed.abs().amax(dim=2)
-        self.committer.put(BatchHeader(self.prefills, plan, len(tokens), len(parts), metadata, absmax, lambda: None))
-        for piece in self.staging.drain(staged):
-            self.committer.put(piece)
+        header = BatchHeader(self.prefills, plan, len(tokens), len(parts))
+        self.committer.begin(header, metadata.numpy(), packed.abs().amax(dim=2).numpy())
+        for piece in self.staging.send(staged.states):
+            lease = self.consumer.lease(piece.span)
+            data = self.consumer.data(piece.span)
+            self.committer.take(data, len(data) // (HIDDEN * COLUMNS * 4), lease)
+            lease.done()
+        self.committer.tick()
+
+    def tick_until(self, done: Callable[[], object], timeout_s: float = 10) -> None:
+        """Let time pass."""
+        deadline = time.monotonic() + timeout_s
+        while not done():
+            assert time.monotonic() < deadline
+            self.committer.tick()
+            time.sleep(0.005)
 
     def finish(self) -> None:
-        self.committer.stop(30)
+        self.committer.finish()
 
 
 def read_samples(directory: Path) -> dict[str, torch.Tensor]:
@@ -205,17 +233,6 @@ def test_an_aborted_request_leaves_rows_and_no_sample(tmp_path):
     assert set(read_samples(tmp_path)) == {"hs-b"}
 
 
-@pytest.mark.parametrize(("before", "after"), [(0.005, 2e-4), (1e-4, 1e-4)])
-def test_the_thread_does_not_wait_long_for_a_busy_scheduler(tmp_path, before, after):
-    previous = sys.getswitchinterval()
-    try:
-        sys.setswitchinterval(before)
-        Engine(tmp_path).finish()
-        assert sys.getswitchinterval() == pytest.approx(after, rel=0.02)
-    finally:
-        sys.setswitchinterval(previous)
-
-
 def test_an_id_used_again_after_an_abort_gets_no_rows_of_the_first_request(tmp_path):
     """Its slots were freed and filled with another prompt's rows, unseen; the id says nothing of the prompt."""
     engine = Engine(tmp_path)
@@ -231,27 +248,49 @@ def test_an_id_used_again_after_an_abort_gets_no_rows_of_the_first_request(tmp_p
     assert "used before" in failed["detail"]
 
 
-def test_a_report_that_cannot_be_written_is_tried_again_and_slots_come_back(tmp_path, monkeypatch):
+class Failing:
+    """A store whose appends fail from now on with ``error``; all else goes to the real one."""
+
+    def __init__(self, store: StoreWriter) -> None:
+        self.store, self.error = store, None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def append(self, *args: Any) -> Any:
+        if self.error is not None:
+            release = args[-1]
+            release()
+            raise self.error
+        return self.store.append(*args)
+
+
+def failing_engine(directory: Path) -> tuple[Engine, Failing]:
+    stores: list[Failing] = []
+
+    def wrap(store: StoreWriter) -> Failing:
+        stores.append(Failing(store))
+        return stores[0]
+
+    return Engine(directory, wrap=wrap), stores[0]
+
+
+def test_a_report_that_cannot_be_written_is_tried_again_and_room_comes_back(tmp_path, monkeypatch):
     monkeypatch.setattr(committer_module, "_IDLE_S", 0.05)
-    engine, told = Engine(tmp_path, ring_bytes=2**9), []
+    (engine, store), told = failing_engine(tmp_path), []
 
     def tell(error):
         told.append(error)
         if len(told) < 3:
             raise DiskFullError("no room for the record either")
 
-    def full(*args):
-        raise DiskFullError("the disk is full")
-
     monkeypatch.setattr(engine.committer, "_on_error", tell)
-    monkeypatch.setattr(engine.store, "append", full)
-    with suppress(RingClosedError):
-        engine.forward([("hs-lost", list(range(40)), 0, 40)])
-    deadline = time.monotonic() + 10
-    while len(told) < 3 or engine.ring.free_slots < engine.ring.n_slots - 1:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    time.sleep(0.2)
+    store.error = DiskFullError("the disk is full")
+    for _ in range(2 * 2**15 // (40 * HIDDEN * COLUMNS * 4)):
+        engine.forward([("hs-lost", list(range(40)), 0, 40)])  # twice what the ring holds
+    engine.tick_until(lambda: len(told) >= 3)
+    time.sleep(0.1)
+    assert engine.committer.tick() is None, "nothing more to tell"
     assert len(told) == 3
     engine.finish()
 
@@ -259,36 +298,43 @@ def test_a_report_that_cannot_be_written_is_tried_again_and_slots_come_back(tmp_
 def test_samples_are_acknowledged_without_a_stop(tmp_path):
     engine = Engine(tmp_path)
     engine.forward([("hs-b", [5, 6], 0, 2)])
-    deadline = time.monotonic() + 10
-    while not any(r["t"] == "sample" for r in journal(tmp_path)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    engine.tick_until(lambda: any(r["t"] == "sample" for r in journal(tmp_path)))
+    engine.tick_until(lambda: engine.committer.tallies.samples == 1)
+    engine.tick_until(lambda: engine.commits[-1:] == [True])
+    assert engine.committer.tick() is None, "nothing is due"
     engine.finish()
 
 
-def test_a_full_disk_stops_capture_keeps_samples_and_wakes_the_forward(tmp_path, monkeypatch):
-    engine = Engine(tmp_path, ring_bytes=2**9)
+def test_a_full_disk_stops_capture_and_keeps_samples(tmp_path):
+    engine, store = failing_engine(tmp_path)
     engine.forward([("hs-kept", [5, 6, 7], 0, 3)])
-    entered, append = threading.Event(), engine.store.append
-
-    def full(*args):
-        entered.set()
-        raise DiskFullError("the disk is full")
-
-    time.sleep(0.2)
-    monkeypatch.setattr(engine.store, "append", full)
-
-    def go_on() -> None:
-        for _ in range(50):
-            engine.forward([("hs-lost", list(range(40)), 0, 40)])
-
-    with pytest.raises(RingClosedError, match="capture has stopped"):
-        go_on()
-    assert entered.is_set()
-    monkeypatch.setattr(engine.store, "append", append)
+    store.error = DiskFullError("the disk is full")
+    engine.forward([("hs-lost", list(range(40)), 0, 40)])
+    store.error = None
+    engine.forward([("hs-too-late", list(range(40)), 0, 40)])
     engine.finish()
     assert [type(error) for error in engine.errors] == [DiskFullError]
     assert {r["rid"] for r in journal(tmp_path) if r["t"] == "sample"} == {"hs-kept"}
+
+
+def test_many_short_prompts_in_a_batch_are_one_write(tmp_path):
+    writes = []
+
+    class Counting(Failing):
+        def append(self, *args: Any) -> Any:
+            writes.append(len(args[1]))
+            return self.store.append(*args)
+
+    engine = Engine(tmp_path, wrap=Counting, shard_bytes=7 * HIDDEN * COLUMNS * 4)
+    prompts = {f"hs-{n}": [n, n + 1, n + 2] for n in range(1, 9)}
+    spoil = {("hs-4", 1): float("nan")}
+    engine.forward([(rid, prompt, 0, 3) for rid, prompt in prompts.items()], spoil=spoil)
+    engine.finish()
+    assert writes == [9, 12], "before the spoilt one, and behind it"
+    samples = read_samples(tmp_path)
+    assert set(samples) == set(prompts) - {"hs-4"}
+    for rid, states in samples.items():
+        assert torch.equal(states, Engine.states(prompts[rid]))
 
 
 def test_a_prompt_that_builds_on_rewritten_slots_is_refused_and_taints_nobody(tmp_path):
@@ -332,18 +378,10 @@ def borrow(engine: Engine, leader: str = name_of("leader", LEADER)) -> str:
     return follower
 
 
-def wait_until_idle(engine: Engine) -> None:
-    deadline = time.monotonic() + 10
-    while engine.ring.free_slots < engine.ring.n_slots:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    time.sleep(0.1)
-
-
 def test_a_borrowed_prefix_waits_for_its_lender(tmp_path):
     engine, leader = Engine(tmp_path), name_of("leader", LEADER)
     follower = borrow(engine)
-    wait_until_idle(engine)
+    engine.tick_until(lambda: len(engine.commits) > 1)
     assert not any(r["t"] in ("sample", "failed") for r in journal(tmp_path))
     engine.forward([(leader, LEADER, 10, 20)])
     engine.finish()
@@ -384,10 +422,8 @@ def test_a_lender_that_never_ends_is_not_waited_for_long(tmp_path, monkeypatch):
     monkeypatch.setattr(committer_module, "_IDLE_S", 0.1)
     engine = Engine(tmp_path)
     follower = borrow(engine)
-    deadline = time.monotonic() + 10
-    while not (failed := [r for r in journal(tmp_path) if r["t"] == "failed"]):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    engine.tick_until(lambda: any(r["t"] == "failed" for r in journal(tmp_path)))
     engine.finish()
+    failed = [r for r in journal(tmp_path) if r["t"] == "failed"]
     assert [(r["rid"], r["reason"]) for r in failed] == [(follower, "incomplete")]
     assert read_samples(tmp_path) == {}

@@ -1,18 +1,20 @@
 """The session record: it can be written when nothing else can, and leaves a live session of another process alone."""
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
-from sglang_hs_capture.capture import record as record_module
-from sglang_hs_capture.capture.record import SessionReporter
 from sglang_hs_capture.errors import DiskFullError, GuardError
-from sglang_hs_capture.store.session import Counters, read_sessions, write_session
+from sglang_hs_capture.store.session import Counters, SessionRecord, read_sessions, write_session
+from sglang_hs_capture.writing import reporter as reporter_module
+from sglang_hs_capture.writing.reporter import SessionReporter
 
 
-def reporter(directory: Path, run_id: str = "r") -> SessionReporter:
-    return SessionReporter(directory, "dp0-pp0", run_id=run_id, rid_prefix="hs-", sglang_version="0.5.23")
+def reporter(directory: Path, run_id: str = "r", pid: int | None = None) -> SessionReporter:
+    record = SessionRecord("dp0-pp0", "5e55", pid or os.getpid(), socket.gethostname(), run_id=run_id)
+    return SessionReporter(directory, record)
 
 
 def test_on_a_full_disk_the_reserve_makes_room_for_the_reason(tmp_path, monkeypatch):
@@ -26,16 +28,16 @@ def test_on_a_full_disk_the_reserve_makes_room_for_the_reason(tmp_path, monkeypa
             raise DiskFullError("full")
         write_session(directory, record)
 
-    monkeypatch.setattr(record_module, "write_session", write)
-    mine.stopped(DiskFullError("the disk is full"))
+    monkeypatch.setattr(reporter_module, "write_session", write)
+    mine.stopped(DiskFullError("the disk is full"), Counters(rows=7))
     (session,) = read_sessions(tmp_path)
-    assert (session.state, session.error) == ("stopped", "the disk is full")
+    assert (session.state, session.error, session.counters.rows) == ("stopped", "the disk is full", 7)
 
 
 def test_an_error_that_nobody_foresaw_is_named_with_its_type(tmp_path):
     mine = reporter(tmp_path)
     mine.ready()
-    mine.stopped(ValueError("odd\nshape"))
+    mine.stopped(ValueError("odd\nshape"), Counters())
     (session,) = read_sessions(tmp_path)
     assert session.error == "ValueError: odd shape"
 
@@ -43,15 +45,14 @@ def test_an_error_that_nobody_foresaw_is_named_with_its_type(tmp_path):
 def test_a_refusal_does_not_hide_a_live_session(tmp_path, monkeypatch):
     live = reporter(tmp_path, "live")
     live.ready()
-    monkeypatch.setattr(record_module.os, "getpid", os.getppid)
+    monkeypatch.setattr(reporter_module.os, "getpid", os.getppid)
     reporter(tmp_path, "second").refused(GuardError("locked"))
     (session,) = read_sessions(tmp_path)
     assert (session.run_id, session.state) == ("live", "ready")
 
 
 def test_a_refusal_takes_the_place_of_a_dead_session(tmp_path):
-    dead = reporter(tmp_path, "dead")
-    dead.describe(pid=2**22 + 1)
+    dead = reporter(tmp_path, "dead", pid=2**22 + 1)
     dead.ready()
     reporter(tmp_path, "second").refused(GuardError("no graph"))
     (session,) = read_sessions(tmp_path)

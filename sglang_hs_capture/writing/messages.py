@@ -1,0 +1,154 @@
+"""What the model's process tells the writing process, and what it is answered: JSON, one message at a time.
+
+A request's id may be any string, also one with lone surrogates, which JSON's ``\\u`` escapes carry.
+"""
+
+import json
+from dataclasses import asdict, astuple, dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+from sglang_hs_capture.errors import HsCaptureError
+from sglang_hs_capture.staging.ring import Span
+from sglang_hs_capture.writing.plan import BatchHeader, KeptRequest, RowPlan
+
+Content = Literal["metadata", "absmax", "rows", "norm"]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The first message: what to open, and how.
+
+    Attributes:
+        config: ``CaptureConfig.to_mapping()``.
+        info: ``DatasetInfo.to_json()``.
+        session: ``SessionRecord.to_json()``, complete but for the counters.
+        columns: the columns that this process's rows have.
+        placeholder: the prompt that SGLang runs in place of one that it refused.
+    """
+
+    config: dict[str, Any]
+    info: dict[str, Any]
+    session: dict[str, Any]
+    columns: list[str]
+    placeholder: list[int]
+
+
+@dataclass(frozen=True)
+class PieceNotice:
+    """A piece of the ring holds the next bytes of ``content``, once the device has copied them."""
+
+    content: Content
+    number: int
+    span: Span
+
+
+@dataclass(frozen=True)
+class NormNotice:
+    """The final norm's weight follows in pieces; ``dtype`` as in a safetensors header, ``length`` in elements."""
+
+    dtype: str
+    length: int
+    nbytes: int
+    eps: float
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Capture ends: one side's error, by the name of its class; ``text`` is one line for a person."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The answer to :class:`Setup`: the dataset is open."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The last message: store what was sent, finish the shard, end."""
+
+
+Message = Setup | BatchHeader | PieceNotice | NormNotice | Failure | Opened | Stop
+_KINDS: dict[str, type] = {
+    kind.__name__: kind for kind in (Setup, BatchHeader, PieceNotice, NormNotice, Failure, Opened, Stop)
+}
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of a message."""
+    fields: Any = asdict(message)
+    if isinstance(message, BatchHeader):
+        fields = {**fields, "plan": [message.plan.n_rows, [astuple(request) for request in message.plan.requests]]}
+    return json.dumps([type(message).__name__, fields], separators=(",", ":")).encode("ascii")
+
+
+def decode(data: bytes) -> Message:
+    """The message that ``encode`` made the bytes of."""
+    name, fields = json.loads(data)
+    if name == "BatchHeader":
+        n_rows, requests = fields["plan"]
+        fields["plan"] = RowPlan(tuple(KeptRequest(*request) for request in requests), n_rows)
+    elif name == "PieceNotice":
+        fields["span"] = Span(**fields["span"])
+    message: Message = _KINDS[name](**fields)
+    return message
+
+
+class Channel:
+    """One end of the connection between the two processes."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def send(self, message: Message) -> None:
+        """Send a message; waits while the other side has many unread.
+
+        Raises:
+            OSError: the other side has ended.
+        """
+        self._connection.send_bytes(encode(message))
+
+    def receive(self, timeout_s: float | None) -> Message | None:
+        """The next message, or None if none came in time.
+
+        Raises:
+            EOFError, OSError: the other side has ended, and all it sent was read.
+        """
+        if not self._connection.poll(timeout_s):
+            return None
+        return decode(self._connection.recv_bytes())
+
+    def close(self) -> None:
+        """Close this end."""
+        self._connection.close()
+
+
+@dataclass
+class Assembly:
+    """Bytes that come in pieces.
+
+    Attributes:
+        content: what they are.
+        nbytes: how many there will be.
+    """
+
+    content: Content
+    nbytes: int
+    _parts: list[bytes] = field(default_factory=list)
+    _got: int = 0
+
+    def add(self, part: memoryview) -> bytes | None:
+        """Copy the next bytes; all of them together once they are complete."""
+        self._parts.append(bytes(part))
+        self._got += len(part)
+        return b"".join(self._parts) if self._got >= self.nbytes else None
+
+
+def failure_of(error: BaseException) -> Failure:
+    """An error as a message: by its own class where the project has it, else with the class's name in the text."""
+    text = " ".join(str(error).split())
+    name = type(error).__name__
+    return Failure(name, text) if isinstance(error, HsCaptureError) else Failure("", f"{name}: {text}")

@@ -1,0 +1,213 @@
+"""Capture with its writing process: whole samples on disk, whoever of the two is killed, or a reason."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from sglang_hs_capture.capture import writer as writer_module
+from sglang_hs_capture.errors import ConfigError, DatasetLockedError, DatasetMismatchError, EngineError
+from sglang_hs_capture.store.lock import FileLock
+from sglang_hs_capture.store.recovery import lock_path
+from sglang_hs_capture.store.session import SessionRecord, read_sessions
+from sglang_hs_capture.store.writer import StoreWriter
+from tests.unit import toy_model
+from tests.unit.toy_model import ToyModel
+
+
+def journal(directory: Path) -> list[dict]:
+    return [json.loads(line) for line in (directory / "journal-dp0-pp0.jsonl").read_text().splitlines()]
+
+
+def samples(directory: Path) -> dict[str, torch.Tensor]:
+    """The states of each acknowledged request; all shards must be finished."""
+    out = {}
+    for sample in (record for record in journal(directory) if record["t"] == "sample"):
+        parts = []
+        for number, start, count in sample["extents"]:
+            with safe_open(directory / "shards" / f"dp0-pp0-{number:06d}.safetensors", "pt") as shard:
+                parts.append(shard.get_slice("hidden_states")[start : start + count])
+        out[sample["rid"]] = torch.cat(parts)
+    return out
+
+
+def session(directory: Path) -> SessionRecord:
+    (record,) = read_sessions(directory)
+    return record
+
+
+def wait_for(done: Callable[[], object], timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_prompts_become_samples_and_the_session_closes(tmp_path):
+    model = ToyModel(tmp_path)
+    assert session(tmp_path).state == "ready"
+    long, short = list(range(500)), [7, 8]
+    model.forward(("hs-long", long, 0, 300), ("other", [5] * 9, 0, 9))
+    model.forward(("other-2", [5] * 9, 0, 9), ("hs-long", long, 300, 500), ("hs-short", short, 0, 2))
+    model.close()
+    stored = samples(tmp_path)
+    assert set(stored) == {"hs-long", "hs-short"}
+    assert torch.equal(stored["hs-long"], ToyModel.states(long))
+    assert torch.equal(stored["hs-short"], ToyModel.states(short))
+    record = session(tmp_path)
+    assert (record.state, record.error) == ("closed", None)
+    assert (record.counters.samples, record.counters.rows) == (2, 502)
+    assert record.counters.ring_bytes == 2**20
+
+
+def test_a_batch_larger_than_the_ring_is_stored_whole(tmp_path):
+    model = ToyModel(tmp_path)
+    prompt = list(range(4000)) * 4
+    model.table = torch.zeros(64, len(prompt), dtype=torch.int32)
+    assert len(prompt) * 2 * toy_model.HIDDEN * 4 > 2**20
+    model.forward(("hs-1", prompt, 0, len(prompt)))
+    model.close()
+    assert torch.equal(samples(tmp_path)["hs-1"], ToyModel.states(prompt))
+
+
+@pytest.mark.parametrize("rid", ["hs-\ud800", "hs-\n\0'\"\\../..", "hs-" + "é" * 500_000])
+def test_any_string_may_be_an_id(tmp_path, rid):
+    model = ToyModel(tmp_path)
+    model.forward((rid, [1, 2, 3], 0, 3))
+    model.close()
+    assert torch.equal(samples(tmp_path)[rid], ToyModel.states([1, 2, 3]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_final_norm_is_stored_and_checked(tmp_path, dtype):
+    for number, again in enumerate([dtype, torch.float32]):
+        model = ToyModel(tmp_path, norm_dtype=again)
+        model.forward((f"hs-{number}", [1], 0, 1))
+        model.close()
+        assert session(tmp_path).state == "closed", session(tmp_path).error
+    with safe_open(tmp_path / "final_norm.safetensors", "pt") as file:
+        weight = file.get_tensor("weight")
+        assert file.metadata() == {"eps": "1e-06"}
+    assert weight.dtype == (torch.float32 if dtype == torch.float64 else dtype)
+    assert weight.tolist() == list(range(1, toy_model.HIDDEN + 1))
+    assert set(samples(tmp_path)) == {"hs-0", "hs-1"}
+
+
+def test_another_norm_stops_capture_and_not_the_model(tmp_path):
+    first = ToyModel(tmp_path)
+    first.forward(("hs-1", [1], 0, 1))
+    first.close()
+    other = ToyModel(tmp_path)
+    with torch.no_grad():
+        other.decoder.norm.weight[3] = 99
+    other.forward(("hs-2", [1], 0, 1))
+    wait_for(lambda: session(tmp_path).state == "stopped")
+    assert "weights are of another model" in session(tmp_path).error
+    assert torch.isfinite(other.forward(("hs-3", [1], 0, 1))).all()
+    other.close()
+    assert set(samples(tmp_path)) == {"hs-1"}
+
+
+def test_a_dataset_of_another_model_is_refused_by_its_own_error(tmp_path):
+    StoreWriter.open(
+        tmp_path, "dp0-pp0", toy_model.info(config_hash="d"), session_id="s", shard_bytes=2**16, min_free_bytes=0
+    ).close()
+    with pytest.raises(DatasetMismatchError, match="config_hash"):
+        ToyModel(tmp_path)
+
+
+def test_a_locked_dataset_is_refused_by_its_own_error(tmp_path):
+    tmp_path.mkdir(exist_ok=True)
+    lock = FileLock(lock_path(tmp_path, "dp0-pp0"), 1)
+    with pytest.raises(DatasetLockedError):
+        ToyModel(tmp_path)
+    lock.release()
+
+
+def test_a_ring_too_small_for_a_row_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(toy_model, "HIDDEN", 2**16)
+    with pytest.raises(ConfigError, match="raise it"):
+        ToyModel(tmp_path)
+
+
+def test_a_process_that_does_not_start_is_an_engine_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer_module.sys, "executable", "/bin/false")
+    with pytest.raises(EngineError, match="the writing process ended with status 1"):
+        ToyModel(tmp_path)
+
+
+def test_a_killed_writing_process_stops_capture_and_not_the_model(tmp_path):
+    model = ToyModel(tmp_path)
+    model.forward(("hs-1", [1, 2, 3], 0, 3))
+    wait_for(lambda: any(r["t"] == "sample" for r in journal(tmp_path)))
+    os.kill(model.capture._writer.pid, signal.SIGKILL)
+    wait_for(lambda: session(tmp_path).state == "stopped")
+    assert "killed by signal 9" in session(tmp_path).error
+    for number in range(2, 40):
+        model.forward((f"hs-{number}", list(range(400)), 0, 400))
+    model.close()
+    again = ToyModel(tmp_path)
+    again.forward(("hs-2", [4], 0, 1))
+    again.close()
+    assert set(samples(tmp_path)) == {"hs-1", "hs-2"}
+    assert session(tmp_path).state == "closed"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signals_to_the_whole_group_do_not_end_the_writing_process(tmp_path, signum):
+    model = ToyModel(tmp_path)
+    os.kill(model.capture._writer.pid, signum)
+    model.forward(("hs-1", [1, 2, 3], 0, 3))
+    model.close()
+    assert set(samples(tmp_path)) == {"hs-1"}
+
+
+def test_what_a_killed_model_process_had_sent_is_stored(tmp_path):
+    root = Path(__file__).parents[3]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.toy_model", str(tmp_path)], env=environment, cwd=root, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    lock = FileLock(lock_path(tmp_path, "dp0-pp0"), 20)
+    lock.release()
+    assert set(samples(tmp_path)) == {"hs-1", "hs-2"}
+    assert session(tmp_path).state == "closed"
+
+
+def test_a_state_that_does_not_come_stops_capture(tmp_path):
+    model = ToyModel(tmp_path)
+    model.forward(("hs-1", [1], 0, 1))
+    model.decoder.layers[1] = model.decoder.layers[2]
+    model.forward(("hs-2", [1], 0, 1))
+    wait_for(lambda: session(tmp_path).state == "stopped")
+    assert "boundary:1 did not come" in session(tmp_path).error
+    model.forward(("hs-3", [1], 0, 1))
+    model.close()
+    assert set(samples(tmp_path)) == {"hs-1"}
+
+
+def test_a_bad_row_fails_its_sample_alone(tmp_path):
+    model = ToyModel(tmp_path)
+    hidden = ToyModel.hidden
+
+    def spoilt(prompt: list[int], start: int, end: int) -> torch.Tensor:
+        rows = hidden(prompt, start, end)
+        if prompt[0] == 9:
+            rows[1, 2] = float("inf")
+        return rows
+
+    model.hidden = spoilt
+    model.forward(("hs-bad", [9, 9, 9], 0, 3), ("hs-good", [1, 2, 3], 0, 3))
+    model.close()
+    assert set(samples(tmp_path)) == {"hs-good"}
+    (failed,) = [record for record in journal(tmp_path) if record["t"] == "failed"]
+    assert (failed["rid"], failed["reason"]) == ("hs-bad", "non_finite")
