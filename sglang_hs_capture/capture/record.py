@@ -15,7 +15,14 @@ from safetensors.torch import save_file
 import sglang_hs_capture
 from sglang_hs_capture.errors import DatasetMismatchError, DiskFullError, HsCaptureError
 from sglang_hs_capture.store import fs
-from sglang_hs_capture.store.session import Counters, SessionRecord, read_session, session_path, write_session
+from sglang_hs_capture.store.session import (
+    Counters,
+    SessionRecord,
+    is_running,
+    read_session,
+    session_path,
+    write_session,
+)
 
 FINAL_NORM_FILE = "final_norm.safetensors"
 _REPORT_INTERVAL_S = 1.0
@@ -67,7 +74,7 @@ class SessionReporter:
     def refused(self, error: HsCaptureError) -> None:
         """Say why the model was not built; a live session of another process is left to stand."""
         other = read_session(session_path(self._directory, self.writer))
-        if other is None or other.state != "ready" or not _is_alive(other):
+        if other is None or other.state != "ready" or not self._is_of_another_process(other):
             self._change("refused", str(error))
 
     def stopped(self, error: Exception) -> None:
@@ -88,6 +95,11 @@ class SessionReporter:
             due = time.monotonic() - self._written_at >= _REPORT_INTERVAL_S
             if (now and changed) or due:
                 self._write()
+
+    def _is_of_another_process(self, other: SessionRecord) -> bool:
+        # This process's own id in an older record is that of a dead process, as in a restarted container.
+        own = (self._record.host, self._record.pid)
+        return (other.host, other.pid) != own and is_running(other) is not False
 
     def _change(self, state: Any, error: str | None) -> None:
         with self._lock:
@@ -131,15 +143,3 @@ def _check_norm(path: Path, weight: torch.Tensor, eps: float) -> None:
             f"{path}: the final norm there is not this model's, though its config is the same: the weights are of "
             "another model; choose another --output"
         )
-
-
-def _is_alive(record: SessionRecord) -> bool:
-    if record.host != socket.gethostname():
-        return True
-    try:
-        os.kill(record.pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return record.pid != os.getpid()

@@ -11,13 +11,12 @@ from sglang_hs_capture.driver.client import ServerClient
 from sglang_hs_capture.driver.launch import LaunchPlan
 from sglang_hs_capture.driver.preflight import check_plugin
 from sglang_hs_capture.driver.server import ManagedServer
-from sglang_hs_capture.driver.watch import is_running
 from sglang_hs_capture.errors import DatasetMismatchError, EngineError
 from sglang_hs_capture.model_config import ModelConfig
 from sglang_hs_capture.store.identity import DATASET_FILE, read_info
 from sglang_hs_capture.store.recovery import recover_dataset
 from sglang_hs_capture.store.schema import DatasetInfo
-from sglang_hs_capture.store.session import SessionRecord, read_sessions
+from sglang_hs_capture.store.session import SessionRecord, is_running, read_sessions
 
 Say = Callable[[str], None]
 

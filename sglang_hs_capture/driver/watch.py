@@ -1,7 +1,5 @@
 """What the capturing processes write, followed while they write it: acknowledged samples, failures, and their state."""
 
-import os
-import socket
 from pathlib import Path
 
 from sglang_hs_capture.errors import DiskFullError, StoreError
@@ -76,16 +74,3 @@ class SessionWatch:
                 gain = value if name == "ring_bytes" else value - getattr(base, name)
                 setattr(total, name, getattr(total, name) + gain)
         return total
-
-
-def is_running(record: SessionRecord) -> bool | None:
-    """Whether the process of a session is there; None for one of another host, of which it cannot be known."""
-    if record.host != socket.gethostname():
-        return None
-    try:
-        os.kill(record.pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

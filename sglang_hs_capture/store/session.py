@@ -1,6 +1,8 @@
 """Session records: who captures into a dataset, in which state, and how far; the handshake between model and driver."""
 
 import json
+import os
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
@@ -136,3 +138,19 @@ def read_sessions(directory: Path) -> list[SessionRecord]:
     """The latest session of each writer, ordered by writer."""
     records = (read_session(path) for path in sorted(directory.glob("session-*.json")))
     return [record for record in records if record is not None]
+
+
+def is_running(record: SessionRecord) -> bool | None:
+    """Whether a process with a session's process id is there; None for one of another host, of which nothing is known.
+
+    Process ids are used again: after a restart, also of a container, the id may be that of the process that asks.
+    """
+    if record.host != socket.gethostname():
+        return None
+    try:
+        os.kill(record.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -58,6 +58,22 @@ def test_a_refusal_takes_the_place_of_a_dead_session(tmp_path):
     assert (session.run_id, session.state, session.error) == ("second", "refused", "no graph")
 
 
+def test_a_refusal_takes_the_place_of_a_session_whose_process_id_is_now_its_own(tmp_path):
+    reporter(tmp_path, "before").ready()
+    reporter(tmp_path, "second").refused(GuardError("no graph"))
+    (session,) = read_sessions(tmp_path)
+    assert (session.run_id, session.state) == ("second", "refused")
+
+
+def test_a_refusal_does_not_hide_a_session_of_another_host(tmp_path):
+    there = reporter(tmp_path, "there")
+    there.describe(host="elsewhere")
+    there.ready()
+    reporter(tmp_path, "second").refused(GuardError("no graph"))
+    (session,) = read_sessions(tmp_path)
+    assert (session.run_id, session.state) == ("there", "ready")
+
+
 @pytest.mark.parametrize("now", [True, False])
 def test_counters_reach_the_disk_at_once_only_if_asked(tmp_path, now):
     mine = reporter(tmp_path)

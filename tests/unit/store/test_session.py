@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from sglang_hs_capture.store.identity import model_identity
 from sglang_hs_capture.store.session import (
     Counters,
     SessionRecord,
+    is_running,
     read_session,
     read_sessions,
     session_path,
@@ -90,3 +93,20 @@ def test_what_is_no_record_is_told(tmp_path: Path, text: str) -> None:
     path.write_text('{"format": "other", "version": 1}')
     with pytest.raises(StoreError, match="expected the format"):
         read_session(path)
+
+
+def test_a_process_is_running_gone_or_out_of_sight(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = make_record()
+    record.pid, record.host = os.getpid(), socket.gethostname()
+    assert is_running(record) is True
+    record.pid = 2**22 + 1  # above the kernel's largest
+    assert is_running(record) is False
+    record.host = "elsewhere"
+    assert is_running(record) is None
+
+    def refuse(pid: int, signum: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refuse)
+    record.host = socket.gethostname()
+    assert is_running(record) is True
