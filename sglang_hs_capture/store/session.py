@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from sglang_hs_capture.errors import CorruptionError
 from sglang_hs_capture.store import fs
+from sglang_hs_capture.store.jsonfile import read_object
 from sglang_hs_capture.store.schema import FORMAT, VERSION, check_version, check_writer
 
 State = Literal["starting", "ready", "stopped", "refused", "closed"]
@@ -120,18 +121,10 @@ def read_session(path: Path) -> SessionRecord | None:
 
     Raises:
         CorruptionError: the file is not a session record.
+        StoreError: it cannot be read, or is of a newer version.
     """
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    try:
-        raw = json.loads(text)
-    except ValueError as error:
-        raise CorruptionError(f"{path}: not JSON ({error}); it can be removed while nothing captures") from None
-    if not isinstance(raw, dict):
-        raise CorruptionError(f"{path}: expected an object; it can be removed while nothing captures")
-    return SessionRecord.from_json(raw, str(path))
+    raw = read_object(path, "it can be removed while nothing captures")
+    return None if raw is None else SessionRecord.from_json(raw, str(path))
 
 
 def read_sessions(directory: Path) -> list[SessionRecord]:

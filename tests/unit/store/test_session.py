@@ -95,6 +95,13 @@ def test_what_is_no_record_is_told(tmp_path: Path, text: str) -> None:
         read_session(path)
 
 
+def test_a_record_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    path = session_path(tmp_path, "dp0-pp0")
+    path.mkdir()
+    with pytest.raises(StoreError, match=r"session-dp0-pp0.json: could not read: Is a directory"):
+        read_session(path)
+
+
 def test_a_process_is_running_gone_or_out_of_sight(monkeypatch: pytest.MonkeyPatch) -> None:
     record = make_record()
     record.pid, record.host = os.getpid(), socket.gethostname()
