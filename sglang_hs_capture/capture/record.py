@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 import sglang_hs_capture
-from sglang_hs_capture.errors import DatasetMismatchError, DiskFullError, HsCaptureError
+from sglang_hs_capture.errors import DatasetMismatchError, DiskFullError, HsCaptureError, kind_of
 from sglang_hs_capture.store import fs
 from sglang_hs_capture.store.session import (
     Counters,
     SessionRecord,
+    State,
     is_running,
     read_session,
     session_path,
@@ -69,23 +70,23 @@ class SessionReporter:
         """The handshake: capture is set up in this process."""
         with fs.io_errors(self._reserve, "write"):
             fs.replace_file(self._reserve, bytes(_RESERVE_BYTES))
-        self._change("ready", None)
+        self._change("ready")
 
     def refused(self, error: HsCaptureError) -> None:
         """Say why the model was not built; a live session of another process is left to stand."""
         other = read_session(session_path(self._directory, self.writer))
         if other is None or other.state != "ready" or not self._is_of_another_process(other):
-            self._change("refused", str(error))
+            self._change("refused", str(error), kind_of(error))
 
     def stopped(self, error: Exception) -> None:
         """Say why capture has ended while the server lives on."""
         text = str(error) if isinstance(error, HsCaptureError) else f"{type(error).__name__}: {error}"
-        self._change("stopped", text)
+        self._change("stopped", text, kind_of(error))
 
     def closed(self) -> None:
         """Capture ended in order; the reason of an earlier stop stays."""
         if self._record.state == "ready":
-            self._change("closed", None)
+            self._change("closed")
 
     def progress(self, counters: Counters, *, now: bool) -> None:
         """Bring the counters up to date on disk, at most once a second unless ``now``."""
@@ -101,10 +102,11 @@ class SessionReporter:
         own = (self._record.host, self._record.pid)
         return (other.host, other.pid) != own and is_running(other) is not False
 
-    def _change(self, state: Any, error: str | None) -> None:
+    def _change(self, state: State, error: str = "", kind: str | None = None) -> None:
         with self._lock:
             self._record.state = state
-            self._record.error = " ".join(error.split()) if error else None
+            self._record.error = " ".join(error.split()) or None
+            self._record.error_kind = kind
             self._write()
 
     def _write(self) -> None:

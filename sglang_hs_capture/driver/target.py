@@ -37,7 +37,7 @@ class Target(ABC):
             The session records of its writers.
 
         Raises:
-            GuardError, EngineError, StoreError: it is not, or does not.
+            HsCaptureError: it is not, or does not; where it refused to capture, of the class of its own reason.
         """
 
     @abstractmethod
@@ -45,7 +45,7 @@ class Target(ABC):
         """Raise if the server is known to have ended.
 
         Raises:
-            GuardError, EngineError: with the reason as far as it is known.
+            HsCaptureError: with the reason as far as it is known.
         """
 
     @abstractmethod

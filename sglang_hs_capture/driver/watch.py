@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from sglang_hs_capture.errors import DiskFullError, StoreError
+from sglang_hs_capture.errors import StoreError, class_of_kind
 from sglang_hs_capture.store.journal import JournalTail
 from sglang_hs_capture.store.replay import journal_path, journal_writers
 from sglang_hs_capture.store.schema import FailureRecord, SampleRecord
@@ -45,7 +45,7 @@ class SessionWatch:
         """Read the records anew.
 
         Raises:
-            DiskFullError, StoreError: capture has stopped while the server lives on.
+            CorruptionError, StoreError: one of them cannot be read.
         """
         for record in read_sessions(self._directory):
             if record.writer in self._latest:
@@ -56,12 +56,13 @@ class SessionWatch:
         """Raise if capture has stopped.
 
         Raises:
-            DiskFullError, StoreError: with the capturing process's own reason.
+            HsCaptureError: with the capturing process's own reason, and of that error's class; a StoreError where the
+                record names no class.
         """
         for record in self._latest.values():
             if record.state == "stopped":
                 reason = record.error or "no reason given"
-                kind = DiskFullError if "space" in reason or "room" in reason else StoreError
+                kind = class_of_kind(record.error_kind, StoreError)
                 safe = "" if "acknowledged" in reason else "; all acknowledged samples are safe"
                 raise kind(f"capture has stopped: {reason}{safe}; run again to go on")
 

@@ -48,6 +48,8 @@ class SessionRecord:
     Attributes:
         state: ``starting``; ``ready`` for requests; ``stopped`` capturing while the server lives on; ``refused`` by a
             guard at model start; ``closed`` in order. ``error`` says why in one line for ``stopped`` and ``refused``.
+        error_kind: the class of that error in ``errors.py``; None for one that was not foreseen, and in the records of
+            releases that did not write it.
         session_id: hexadecimal digits of a UUID, new with each start of the process.
         run_id: given by ``hs-capture run`` to recognise its own server; empty otherwise.
         prefix_cache: whether prefixes computed for one request are reused for another.
@@ -62,6 +64,7 @@ class SessionRecord:
     run_id: str = ""
     state: State = "starting"
     error: str | None = None
+    error_kind: str | None = None
     started_at: str = field(default_factory=utc_now)
     updated_at: str = ""
     sglang_version: str = ""

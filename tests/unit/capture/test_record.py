@@ -30,6 +30,7 @@ def test_on_a_full_disk_the_reserve_makes_room_for_the_reason(tmp_path, monkeypa
     mine.stopped(DiskFullError("the disk is full"))
     (session,) = read_sessions(tmp_path)
     assert (session.state, session.error) == ("stopped", "the disk is full")
+    assert session.error_kind == "DiskFullError"
 
 
 def test_an_error_that_nobody_foresaw_is_named_with_its_type(tmp_path):
@@ -37,7 +38,7 @@ def test_an_error_that_nobody_foresaw_is_named_with_its_type(tmp_path):
     mine.ready()
     mine.stopped(ValueError("odd\nshape"))
     (session,) = read_sessions(tmp_path)
-    assert session.error == "ValueError: odd shape"
+    assert (session.error, session.error_kind) == ("ValueError: odd shape", None)
 
 
 def test_a_refusal_does_not_hide_a_live_session(tmp_path, monkeypatch):
@@ -56,6 +57,7 @@ def test_a_refusal_takes_the_place_of_a_dead_session(tmp_path):
     reporter(tmp_path, "second").refused(GuardError("no graph"))
     (session,) = read_sessions(tmp_path)
     assert (session.run_id, session.state, session.error) == ("second", "refused", "no graph")
+    assert session.error_kind == "GuardError"
 
 
 def test_a_refusal_takes_the_place_of_a_session_whose_process_id_is_now_its_own(tmp_path):

@@ -84,6 +84,14 @@ def test_unknown_fields_are_passed_over_and_missing_ones_told(tmp_path: Path) ->
         read_session(path)
 
 
+def test_a_record_of_an_older_release_has_no_kind_of_error(tmp_path: Path) -> None:
+    raw = make_record().to_json()
+    del raw["error_kind"]
+    session_path(tmp_path, "dp0-pp0").write_text(json.dumps(raw))
+    (record,) = read_sessions(tmp_path)
+    assert record.error_kind is None
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{"])
 def test_what_is_no_record_is_told(tmp_path: Path, text: str) -> None:
     path = session_path(tmp_path, "dp0-pp0")
