@@ -13,18 +13,13 @@ from sglang_hs_capture.driver.launch import plan_server
 from sglang_hs_capture.store import fs
 
 
+@options.with_capture_options
 def serve(
     ctx: typer.Context,
     *,
     model: options.ModelOption,
     output: options.OutputOption,
-    layers: options.LayersOption = None,
-    final: options.FinalOption = None,
-    dtype: options.DtypeOption = None,
-    rid_prefix: options.RidPrefixOption = options.DEFAULT_PREFIX,
-    ring_gb: options.RingOption = None,
-    shard_gb: options.ShardOption = 4.0,
-    min_free_gb: options.FloorOption = 2.0,
+    capture: options.CaptureOptions,
     device: options.DeviceOption = Device.AUTO,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and do nothing else.")] = False,
 ) -> None:
@@ -33,18 +28,7 @@ def serve(
     Prints the plain command that it runs, ready to be copied. Everything after -- goes to SGLang.
     """
     cpu = use_cpu(device)
-    capture = options.make_capture(
-        output,
-        layers=layers,
-        final=final,
-        dtype=dtype,
-        rid_prefix=rid_prefix,
-        ring_gb=ring_gb,
-        shard_gb=shard_gb,
-        min_free_gb=min_free_gb,
-        cpu=cpu,
-    )
-    plan = plan_server(model, capture, ctx.obj or [], cpu=cpu)
+    plan = plan_server(model, capture.config(output, cpu=cpu), ctx.obj or [], cpu=cpu)
     config = find_model(model)
     typer.echo(plan.shell_line())
     if dry_run:
