@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 import sglang_hs_capture
 from sglang_hs_capture.errors import DatasetMismatchError, DiskFullError, HsCaptureError, kind_of
 from sglang_hs_capture.store import fs
+from sglang_hs_capture.store.identity import FINAL_NORM_FILE
 from sglang_hs_capture.store.session import (
     Counters,
     SessionRecord,
@@ -25,7 +26,6 @@ from sglang_hs_capture.store.session import (
     write_session,
 )
 
-FINAL_NORM_FILE = "final_norm.safetensors"
 _REPORT_INTERVAL_S = 1.0
 # Given up when the disk is full, so that the record that says so has room.
 _RESERVE_BYTES = 2**16

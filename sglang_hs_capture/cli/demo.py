@@ -110,7 +110,8 @@ def verify(dataset: Path, model: Path) -> None:
         typer.echo(f"{column.column:<16} {column.relative:>18.2e}")
     if not found.worst <= TOLERANCE:
         raise CorruptionError(
-            f"a captured state differs from transformers' by {found.worst:.2e}, more than {TOLERANCE:g}"
+            f"a captured state differs from transformers' by {found.worst:.2e}, more than {TOLERANCE:g}; please report "
+            "it, with what hs-capture doctor prints"
         )
     typer.echo(f"All captured states agree with transformers to {TOLERANCE:g}.")
 

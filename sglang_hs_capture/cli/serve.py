@@ -7,10 +7,9 @@ from typing import Annotated
 import typer
 
 from sglang_hs_capture.cli import options
-from sglang_hs_capture.driver.check import check_output, find_model
+from sglang_hs_capture.driver.check import check_output, find_model, make_output
 from sglang_hs_capture.driver.device import Device, use_cpu
 from sglang_hs_capture.driver.launch import plan_server
-from sglang_hs_capture.store import fs
 
 
 @options.with_capture_options
@@ -34,8 +33,7 @@ def serve(
     if dry_run:
         return
     directory = output.expanduser().resolve()
-    with fs.io_errors(directory, "create the dataset"):
-        fs.make_dir(directory)
+    make_output(directory)
     check_output(directory, config, plan.capture)
     sys.stdout.flush()
     os.execvpe(plan.command[0], list(plan.command), {**os.environ, **plan.environment})

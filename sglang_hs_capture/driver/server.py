@@ -107,7 +107,9 @@ class ManagedServer:
         while not await client.healthy():
             self.check_alive()
             if time.monotonic() >= deadline:
-                raise EngineError(f"the server was not up after {timeout_s:.0f} s; see {self.log_path}")
+                raise EngineError(
+                    f"the server was not up after {timeout_s:.0f} s; see {self.log_path}, or raise --start-timeout"
+                )
             await asyncio.sleep(POLL_S)
         self.check_alive()
         sessions = self.sessions()

@@ -1,16 +1,16 @@
 """``dataset.json``: written once by the first writer, checked by every later one."""
 
-import json
 from pathlib import Path
 
 from sglang_hs_capture.errors import DatasetMismatchError, StoreError
 from sglang_hs_capture.store import fs
-from sglang_hs_capture.store.jsonfile import read_object
+from sglang_hs_capture.store.jsonfile import read_object, write_object
 from sglang_hs_capture.store.lock import FileLock
-from sglang_hs_capture.store.schema import DatasetInfo
+from sglang_hs_capture.store.schema import RESTORE, DatasetInfo
 
 DATASET_FILE = "dataset.json"
 SHARD_FOLDER = "shards"
+FINAL_NORM_FILE = "final_norm.safetensors"
 
 
 def read_info(directory: Path) -> DatasetInfo:
@@ -21,7 +21,7 @@ def read_info(directory: Path) -> DatasetInfo:
         CorruptionError: ``dataset.json`` is not what was written.
     """
     path = directory / DATASET_FILE
-    raw = read_object(path, "restore it from a copy")
+    raw = read_object(path, RESTORE)
     if raw is None:
         raise StoreError(f"{directory}: expected a dataset, but there is no {DATASET_FILE}; check the path")
     return DatasetInfo.from_json(raw, str(path))
@@ -42,17 +42,24 @@ def check_or_write_info(directory: Path, info: DatasetInfo, lock_timeout_s: floa
     lock = FileLock(directory / "lock-dataset", lock_timeout_s)
     try:
         if not path.exists():
-            with fs.io_errors(path, "write"):
-                fs.replace_file(path, (json.dumps(info.to_json(), indent=2) + "\n").encode())
+            write_object(path, info.to_json())
         existing = read_info(directory)
     finally:
         lock.release()
-    differences = existing.differences(info)
-    if differences:
+    require_same(directory, existing, info)
+    return existing
+
+
+def require_same(directory: Path, there: DatasetInfo, now: DatasetInfo) -> None:
+    """Check that a dataset may go on with ``now``.
+
+    Raises:
+        DatasetMismatchError: each field that differs is named with both values.
+    """
+    if differences := there.differences(now):
         raise DatasetMismatchError(
             f"{directory}: this dataset was captured differently ({'; '.join(differences)}); choose another --output"
         )
-    return existing
 
 
 def model_identity(info: DatasetInfo) -> dict[str, object]:

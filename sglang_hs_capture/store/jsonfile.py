@@ -1,6 +1,7 @@
 """Files that hold one JSON object and are replaced in one step: ``dataset.json`` and the session records."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,3 +32,13 @@ def read_object(path: Path, remedy: str) -> dict[str, Any] | None:
     if not isinstance(raw, dict):
         raise CorruptionError(f"{path}: expected an object, got {type(raw).__name__}; {remedy}")
     return raw
+
+
+def write_object(path: Path, content: Mapping[str, Any]) -> None:
+    """Put an object in the place of a file's content, durably and in one step.
+
+    Raises:
+        DiskFullError, StoreError: the old content is still there.
+    """
+    with fs.io_errors(path, "write"):
+        fs.replace_file(path, (json.dumps(content, indent=2) + "\n").encode())

@@ -1,6 +1,5 @@
 """Session records: who captures into a dataset, in which state, and how far; the handshake between model and driver."""
 
-import json
 import os
 import socket
 from collections.abc import Mapping
@@ -11,11 +10,11 @@ from typing import Any, Literal
 
 from sglang_hs_capture.errors import CorruptionError
 from sglang_hs_capture.store import fs
-from sglang_hs_capture.store.jsonfile import read_object
+from sglang_hs_capture.store.jsonfile import read_object, write_object
 from sglang_hs_capture.store.schema import FORMAT, VERSION, check_version, check_writer
 
 State = Literal["starting", "ready", "stopped", "refused", "closed"]
-Number = int | float
+_REMEDY = "it can be removed while nothing captures"
 
 
 def utc_now() -> str:
@@ -94,7 +93,7 @@ class SessionRecord:
         check_version(raw, where)
         missing = [name for name in ("writer", "session_id", "pid", "host", "state") if name not in raw]
         if missing:
-            raise CorruptionError(f"{where}: the fields {', '.join(missing)} are missing")
+            raise CorruptionError(f"{where}: the fields {', '.join(missing)} are missing; {_REMEDY}")
         values = {f.name: raw[f.name] for f in fields(cls) if f.name in raw}
         counters = raw.get("counters", {})
         values["counters"] = Counters(**{f.name: counters[f.name] for f in fields(Counters) if f.name in counters})
@@ -116,7 +115,7 @@ def write_session(directory: Path, record: SessionRecord) -> None:
     path = session_path(directory, record.writer)
     with fs.io_errors(path, "write"):
         fs.make_dir(directory)
-        fs.replace_file(path, (json.dumps(record.to_json(), indent=2) + "\n").encode())
+    write_object(path, record.to_json())
 
 
 def read_session(path: Path) -> SessionRecord | None:
@@ -126,7 +125,7 @@ def read_session(path: Path) -> SessionRecord | None:
         CorruptionError: the file is not a session record.
         StoreError: it cannot be read, or is of a newer version.
     """
-    raw = read_object(path, "it can be removed while nothing captures")
+    raw = read_object(path, _REMEDY)
     return None if raw is None else SessionRecord.from_json(raw, str(path))
 
 
