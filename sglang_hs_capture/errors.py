@@ -57,9 +57,15 @@ class EngineError(HsCaptureError):
     exit_code = 6
 
 
-def error_of(name: str, text: str) -> HsCaptureError:
-    """An error that another process told of: of the class of that name in this module, if there is one."""
-    kind = globals().get(name)
-    if isinstance(kind, type) and issubclass(kind, HsCaptureError):
-        return kind(text)
-    return HsCaptureError(text)
+def kind_of(error: BaseException) -> str | None:
+    """The name by which an error is told to another process: that of its class here, or of the nearest base here.
+
+    None for an error that was not raised on purpose.
+    """
+    return next((base.__name__ for base in type(error).__mro__ if base.__module__ == __name__), None)
+
+
+def class_of_kind(kind: str | None, otherwise: type[HsCaptureError]) -> type[HsCaptureError]:
+    """The class that ``kind_of`` named; ``otherwise`` for None, and for a name that this release does not know."""
+    found = globals().get(kind) if kind else None
+    return found if isinstance(found, type) and issubclass(found, HsCaptureError) else otherwise

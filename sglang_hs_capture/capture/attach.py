@@ -129,5 +129,8 @@ def _model_config(model_path: str) -> ModelConfig:
 
     found = cached_file(model_path, "config.json", local_files_only=True)
     if found is None:
-        raise ConfigError(f"model: SGLang loaded {model_path!r}, but its config.json is not in the local cache")
+        raise ConfigError(
+            f"model: SGLang loaded {model_path!r}, but its config.json is not in the hub's cache here; give "
+            "--model-path a directory"
+        )
     return load_model_config(Path(found).parent)

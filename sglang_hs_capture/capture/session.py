@@ -15,7 +15,7 @@ from sglang_hs_capture.capture.rows import batch_metadata, plan_rows
 from sglang_hs_capture.capture.taps import Taps
 from sglang_hs_capture.capture.writer import Writer
 from sglang_hs_capture.config import CaptureConfig
-from sglang_hs_capture.errors import EngineError, HsCaptureError
+from sglang_hs_capture.errors import EngineError, GuardError, HsCaptureError
 from sglang_hs_capture.kernels import reference
 from sglang_hs_capture.layers import Column
 from sglang_hs_capture.staging.copier import Staged, Staging
@@ -199,7 +199,7 @@ class WritingCapture(Capture):
         try:
             if len(current.seen) != len(self._columns):
                 missing = [c.name for number, c in enumerate(self._columns) if number not in current.seen]
-                raise HsCaptureError(
+                raise GuardError(
                     f"expected {len(self._columns)} states of a prefill forward, {', '.join(missing)} did not come: "
                     "this SGLang or one of its modes does not run the layers as the plugin knows them"
                 )

@@ -40,26 +40,24 @@ class Collector:
 
 
 class Taps:
-    """Hooks on one decoder (a ``DeepseekV2Model``): idle until armed with a sink, and again after ``disarm``."""
+    """Hooks on one decoder (a ``DeepseekV2Model``), idle until armed with a sink, and after ``disarm``."""
 
-    def __init__(self, decoder: Any, columns: Sequence[Column], *, last_stage: bool = True) -> None:
+    def __init__(self, decoder: Any, columns: Sequence[Column]) -> None:
         """Register the hooks.
 
         Args:
             decoder: has ``layers``, a list of decoder layers, and ``norm``, the final norm.
             columns: the states to capture; their order gives each its column number.
-            last_stage: whether this process holds the final norm.
         """
         self._sink: Sink | None = None
-        self._handles = []
         for number, column in enumerate(columns):
             if column.boundary is not None:
                 hook = self._layer_hook(number, column.boundary)
                 layer = decoder.layers[column.boundary]
-                self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+                layer.register_forward_pre_hook(hook, with_kwargs=True)
         finals = {column.final: number for number, column in enumerate(columns) if column.final is not None}
-        if last_stage and finals:
-            self._handles.append(decoder.norm.register_forward_hook(self._norm_hook(finals)))
+        if finals:
+            decoder.norm.register_forward_hook(self._norm_hook(finals))
 
     def arm(self, sink: Sink) -> None:
         """From now on every tapped state goes to ``sink(column, state)``."""
@@ -68,11 +66,6 @@ class Taps:
     def disarm(self) -> None:
         """Stop passing states on."""
         self._sink = None
-
-    def remove(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
 
     def _layer_hook(self, number: int, boundary: int) -> Callable[..., Any]:
         def pass_collector(_layer: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -10,9 +10,9 @@ from multiprocessing import Pipe
 from pathlib import Path
 
 import sglang_hs_capture
-from sglang_hs_capture.errors import EngineError, HsCaptureError, error_of
+from sglang_hs_capture.errors import EngineError, HsCaptureError
 from sglang_hs_capture.staging.ring import RingMemory
-from sglang_hs_capture.writing.messages import Channel, Failure, Message, Opened, Setup, Stop
+from sglang_hs_capture.writing.messages import Channel, Failure, Message, Opened, Setup, Stop, error_of
 
 
 class Writer:
@@ -55,7 +55,7 @@ class Writer:
             raise self._ended() from None
         if isinstance(answer, Failure):
             self._process.wait()
-            raise error_of(answer.kind, answer.text)
+            raise error_of(answer)
         if not isinstance(answer, Opened):
             raise EngineError(f"the writing process: expected it to open the dataset, got {answer!r}")
 

@@ -39,17 +39,8 @@ def demo(
     cpu = use_cpu(device)
     data = conversations()
     _make_model(model)
-    capture = options.make_capture(
-        dataset,
-        layers=None,
-        final=None,
-        dtype=options.Dtype.FLOAT32,
-        rid_prefix=options.DEFAULT_PREFIX,
-        ring_gb=1 / 16,
-        shard_gb=1 / 16,
-        min_free_gb=0.25,
-        cpu=cpu,
-    )
+    capture = options.CaptureOptions(dtype=options.Dtype.FLOAT32, ring_gb=1 / 16, shard_gb=1 / 16, min_free_gb=0.25)
+    config = capture.config(dataset, cpu=cpu)
     sglang_args = ["--dtype", "float32", "--chunked-prefill-size", str(CHUNK), *(ctx.obj or [])]
     settings = RunSettings(output=dataset.absolute())
     with make_view(count_lines([data])) as view:
@@ -57,7 +48,7 @@ def demo(
         summary = run_on_own_server(
             str(model),
             source,
-            capture,
+            config,
             settings,
             view,
             sglang_args=sglang_args,
@@ -119,7 +110,8 @@ def verify(dataset: Path, model: Path) -> None:
         typer.echo(f"{column.column:<16} {column.relative:>18.2e}")
     if not found.worst <= TOLERANCE:
         raise CorruptionError(
-            f"a captured state differs from transformers' by {found.worst:.2e}, more than {TOLERANCE:g}"
+            f"a captured state differs from transformers' by {found.worst:.2e}, more than {TOLERANCE:g}; please report "
+            "it, with what hs-capture doctor prints"
         )
     typer.echo(f"All captured states agree with transformers to {TOLERANCE:g}.")
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sglang_hs_capture.config import GIB
 from sglang_hs_capture.driver import probe
 from sglang_hs_capture.driver.device import gpu_visible
 from sglang_hs_capture.driver.launch import MODEL_PACKAGE, PACKAGE_VARIABLE
@@ -20,7 +21,6 @@ from sglang_hs_capture.driver.preflight import check_plugin
 from sglang_hs_capture.errors import HsCaptureError
 from sglang_hs_capture.store import fs
 
-GIB = 2**30
 WRITE_BYTES = 256 * 2**20
 WRITE_BLOCK = 16 * 2**20
 # Memory locked for the ring; the default ring has 4 GiB.

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from sglang_hs_capture.driver.watch import is_running
+from sglang_hs_capture.driver.summary import GB
 from sglang_hs_capture.layers import draft_ids, output_of_layer_ids
 from sglang_hs_capture.store.index import DatasetIndex, load_index
 from sglang_hs_capture.store.schema import DatasetInfo
+from sglang_hs_capture.store.session import is_running
 
 SHOWN_REASONS = 5
-GB = 1e9
 
 
 def inspect(

@@ -1,8 +1,12 @@
 """Options that several commands share, and the capture settings made of them."""
 
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from enum import StrEnum
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -14,6 +18,8 @@ DEFAULT_LAYERS = "eagle3"
 DEFAULT_RING_GB = 4.0
 # On the CPU platform there is no device to run ahead of, and memory is what the model itself runs in.
 CPU_RING_GB = 0.25
+# An exbibyte; infinity, which is a float too, would be no number of bytes.
+MOST_GIB = 2.0**30
 
 
 class Dtype(StrEnum):
@@ -41,7 +47,6 @@ DtypeOption = Annotated[
     Dtype | None, typer.Option(help="The dtype that states are stored in.", show_default=Dtype.BFLOAT16.value)
 ]
 RidPrefixOption = Annotated[str, typer.Option(help="Only requests whose id starts with this are captured.")]
-MOST_GIB = 2.0**30
 RingOption = Annotated[
     float | None,
     typer.Option(
@@ -60,39 +65,68 @@ FloorOption = Annotated[
     ),
 ]
 DeviceOption = Annotated[Device, typer.Option(help="Where the engine runs; auto takes a GPU if one is visible.")]
-DEFAULT_PREFIX = DEFAULT_RID_PREFIX
 
 
-def make_capture(
-    output: Path,
-    *,
-    layers: str | None,
-    final: Final | None,
-    dtype: Dtype | None,
-    rid_prefix: str,
-    ring_gb: float | None,
-    shard_gb: float,
-    min_free_gb: float,
-    cpu: bool,
-    run_id: str = "",
-) -> CaptureConfig:
-    """The capture settings for a set of options.
+@dataclass(frozen=True, kw_only=True)
+class CaptureOptions:
+    """The options that say what is captured and how it is stored; None where the default depends on something else."""
 
-    Raises:
-        ConfigError: one of them is not usable.
+    layers: LayersOption = None
+    final: FinalOption = None
+    dtype: DtypeOption = None
+    rid_prefix: RidPrefixOption = DEFAULT_RID_PREFIX
+    ring_gb: RingOption = None
+    shard_gb: ShardOption = 4.0
+    min_free_gb: FloorOption = 2.0
+
+    def config(self, output: Path, *, cpu: bool) -> CaptureConfig:
+        """The settings of a capture into ``output``.
+
+        Args:
+            output: the dataset's directory.
+            cpu: whether the engine runs on the CPU platform.
+
+        Raises:
+            ConfigError: one of the options is not usable.
+        """
+        ring_gb = self.ring_gb
+        if ring_gb is None:
+            ring_gb = CPU_RING_GB if cpu else DEFAULT_RING_GB
+        return CaptureConfig.from_mapping(
+            {
+                "output_dir": str(output.expanduser().resolve()),
+                "layers": parse_layers(DEFAULT_LAYERS if self.layers is None else self.layers),
+                "final": (self.final or Final.PRE_NORM).value,
+                "dtype": (self.dtype or Dtype.BFLOAT16).value,
+                "rid_prefix": self.rid_prefix,
+                "ring_bytes": int(ring_gb * GIB),
+                "shard_bytes": int(self.shard_gb * GIB),
+                "min_free_bytes": int(self.min_free_gb * GIB),
+            }
+        )
+
+
+def with_capture_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the fields of ``CaptureOptions`` as options of its own.
+
+    Typer makes options of a function's parameters, one each. So the function that it sees has a parameter for each
+    field, where ``command`` has one keyword-only parameter named ``capture`` that takes them together.
     """
-    if ring_gb is None:
-        ring_gb = CPU_RING_GB if cpu else DEFAULT_RING_GB
-    return CaptureConfig.from_mapping(
-        {
-            "output_dir": str(output.expanduser().resolve()),
-            "layers": parse_layers(DEFAULT_LAYERS if layers is None else layers),
-            "final": (final or Final.PRE_NORM).value,
-            "dtype": (dtype or Dtype.BFLOAT16).value,
-            "rid_prefix": rid_prefix,
-            "ring_bytes": int(ring_gb * GIB),
-            "shard_bytes": int(shard_gb * GIB),
-            "min_free_bytes": int(min_free_gb * GIB),
-            "run_id": run_id,
-        }
-    )
+    hints = get_type_hints(CaptureOptions, include_extras=True)
+    shared = [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in fields(CaptureOptions)
+    ]
+
+    @wraps(command)
+    def spread(*args: Any, **given: Any) -> None:
+        chosen = CaptureOptions(**{parameter.name: given.pop(parameter.name) for parameter in shared})
+        command(*args, capture=chosen, **given)
+
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        parameters += shared if parameter.name == "capture" else [parameter]
+    vars(spread)["__signature__"] = inspect.Signature(parameters)
+    return spread

@@ -18,36 +18,20 @@ from sglang_hs_capture.model_config import CAPTURE_CLASSES, ModelConfig, load_mo
 CONFIG_FILE = "config.json"
 
 
+@options.with_capture_options
 def prepare(
     model: Annotated[Path, typer.Argument(help="The model's directory.")],
     out: Annotated[Path, typer.Argument(help="The directory to make; it must not exist, or be empty.")],
     *,
     output: options.OutputOption,
-    layers: options.LayersOption = None,
-    final: options.FinalOption = None,
-    dtype: options.DtypeOption = None,
-    rid_prefix: options.RidPrefixOption = options.DEFAULT_PREFIX,
-    ring_gb: options.RingOption = None,
-    shard_gb: options.ShardOption = 4.0,
-    min_free_gb: options.FloorOption = 2.0,
+    capture: options.CaptureOptions,
 ) -> None:
     """Make a directory of links to a model's files, with an edited config.json.
 
     SGLang then captures with no --json-model-override-args; the environment variable
     SGLANG_EXTERNAL_MODEL_PACKAGE=sglang_hs_capture.models is still needed.
     """
-    capture = options.make_capture(
-        output,
-        layers=layers,
-        final=final,
-        dtype=dtype,
-        rid_prefix=rid_prefix,
-        ring_gb=ring_gb,
-        shard_gb=shard_gb,
-        min_free_gb=min_free_gb,
-        cpu=False,
-    )
-    prepare_model(model.expanduser(), out.expanduser(), capture)
+    prepare_model(model.expanduser(), out.expanduser(), capture.config(output, cpu=False))
     typer.echo(f"{out} is ready: {CONFIG_FILE} names {CAPTURE_CLASSES[load_model_config(out).architecture]} first.")
     typer.echo(
         "Serve it with: SGLANG_EXTERNAL_MODEL_PACKAGE=sglang_hs_capture.models python -m sglang.launch_server "

@@ -24,6 +24,7 @@ TRUST_FLAG = "--trust-remote-code"
 OWN_SERVER_ONLY = ("rid_prefix", "ring_gb", "shard_gb", "min_free_gb", "device", "start_timeout")
 
 
+@options.with_capture_options
 def run(
     ctx: typer.Context,
     *,
@@ -32,9 +33,7 @@ def run(
     model: Annotated[
         str | None, typer.Option(help="The model: a directory, or a hub id. With --server, the server's by default.")
     ] = None,
-    layers: options.LayersOption = None,
-    final: options.FinalOption = None,
-    dtype: options.DtypeOption = None,
+    capture: options.CaptureOptions,
     on_bad_input: Annotated[
         OnBadInput, typer.Option(help="Stop at a line or sample that cannot be captured, or leave it out.")
     ] = OnBadInput.STOP,
@@ -59,10 +58,6 @@ def run(
     attempts: Annotated[
         int, typer.Option(min=1, help="Times a sample is sent before it is given up.")
     ] = DeliverySettings.attempts,
-    rid_prefix: options.RidPrefixOption = options.DEFAULT_PREFIX,
-    ring_gb: options.RingOption = None,
-    shard_gb: options.ShardOption = 4.0,
-    min_free_gb: options.FloorOption = 2.0,
     device: options.DeviceOption = Device.AUTO,
     start_timeout: Annotated[float, typer.Option(min=1, help="Seconds the server may take to start.")] = 7200.0,
     json_summary: Annotated[Path | None, typer.Option(help="Write the summary to this file as well.")] = None,
@@ -97,7 +92,7 @@ def run(
         _refuse_given(
             ctx, OWN_SERVER_ONLY, "is a setting of the server, which runs already; with --server leave it out"
         )
-        wanted = Wanted(layers, final, dtype.value if dtype else None)
+        wanted = Wanted(capture.layers, capture.final, capture.dtype.value if capture.dtype else None)
         if not source.tokenizer and (served := served_model(settings.output)):
             source = replace(source, tokenizer=str(served.path))
         with make_view(_total(data, limit)) as view:
@@ -107,24 +102,14 @@ def run(
             raise ConfigError("--model: expected a directory or a hub id; only --server does without")
         _refuse_given(ctx, ("api_key",), "is for --server; give SGLang's own --api-key after '--'")
         cpu = use_cpu(device)
-        capture = options.make_capture(
-            output,
-            layers=layers,
-            final=final,
-            dtype=dtype,
-            rid_prefix=rid_prefix,
-            ring_gb=ring_gb,
-            shard_gb=shard_gb,
-            min_free_gb=min_free_gb,
-            cpu=cpu,
-        )
+        config = capture.config(output, cpu=cpu)
         if trust_remote_code and TRUST_FLAG not in sglang_args:
             sglang_args = [TRUST_FLAG, *sglang_args]
         with make_view(_total(data, limit)) as view:
             summary = run_on_own_server(
                 model,
                 source,
-                capture,
+                config,
                 settings,
                 view,
                 sglang_args=sglang_args,

@@ -7,24 +7,18 @@ from typing import Annotated
 import typer
 
 from sglang_hs_capture.cli import options
-from sglang_hs_capture.driver.check import check_output, find_model
+from sglang_hs_capture.driver.check import check_output, find_model, make_output
 from sglang_hs_capture.driver.device import Device, use_cpu
 from sglang_hs_capture.driver.launch import plan_server
-from sglang_hs_capture.store import fs
 
 
+@options.with_capture_options
 def serve(
     ctx: typer.Context,
     *,
     model: options.ModelOption,
     output: options.OutputOption,
-    layers: options.LayersOption = None,
-    final: options.FinalOption = None,
-    dtype: options.DtypeOption = None,
-    rid_prefix: options.RidPrefixOption = options.DEFAULT_PREFIX,
-    ring_gb: options.RingOption = None,
-    shard_gb: options.ShardOption = 4.0,
-    min_free_gb: options.FloorOption = 2.0,
+    capture: options.CaptureOptions,
     device: options.DeviceOption = Device.AUTO,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and do nothing else.")] = False,
 ) -> None:
@@ -33,25 +27,13 @@ def serve(
     Prints the plain command that it runs, ready to be copied. Everything after -- goes to SGLang.
     """
     cpu = use_cpu(device)
-    capture = options.make_capture(
-        output,
-        layers=layers,
-        final=final,
-        dtype=dtype,
-        rid_prefix=rid_prefix,
-        ring_gb=ring_gb,
-        shard_gb=shard_gb,
-        min_free_gb=min_free_gb,
-        cpu=cpu,
-    )
-    plan = plan_server(model, capture, ctx.obj or [], cpu=cpu)
+    plan = plan_server(model, capture.config(output, cpu=cpu), ctx.obj or [], cpu=cpu)
     config = find_model(model)
     typer.echo(plan.shell_line())
     if dry_run:
         return
     directory = output.expanduser().resolve()
-    with fs.io_errors(directory, "create the dataset"):
-        fs.make_dir(directory)
+    make_output(directory)
     check_output(directory, config, plan.capture)
     sys.stdout.flush()
     os.execvpe(plan.command[0], list(plan.command), {**os.environ, **plan.environment})

@@ -11,8 +11,8 @@ from sglang_hs_capture.data.records import BadRow
 from sglang_hs_capture.errors import InputError
 
 LINE_LIMIT = 64 * 2**20
+GZIP_MAGIC = b"\x1f\x8b"
 _SKIP_BYTES = 2**20
-_GZIP_MAGIC = b"\x1f\x8b"
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -46,7 +46,7 @@ def read_lines(file: Path, limit: int = LINE_LIMIT) -> Iterator[tuple[int, bytes
     """
     number = 0
     with _open(file) as plain:
-        compressed = plain.peek(2)[:2] == _GZIP_MAGIC
+        compressed = plain.peek(2)[:2] == GZIP_MAGIC
         stream = cast(BinaryIO, gzip.GzipFile(fileobj=plain)) if compressed else plain
         while True:
             number += 1

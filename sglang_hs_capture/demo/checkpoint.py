@@ -23,6 +23,7 @@ from sglang_hs_capture.errors import ConfigError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LEVEL_SPACING = 0.5
 VOCAB_MULTIPLE = 64
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,24 +61,14 @@ class VisionShape:
     merge_kernel_size: tuple[int, int] = (2, 2)
 
 
-def make_deepseek_v3(
-    path: str | Path,
-    *,
-    num_layers: int = 8,
-    hidden_size: int = 192,
-    seed: int = 0,
-    dtype: str = "float32",
-    **sizes: Any,
-) -> Path:
+def make_deepseek_v3(path: str | Path, *, seed: int = 0, dtype: str = "float32", **sizes: Any) -> Path:
     """Write a ``DeepseekV3ForCausalLM`` checkpoint with its tokenizer.
 
     Args:
         path: the directory to create.
-        num_layers: decoder layers; the first is dense, the others have experts.
-        hidden_size: width of the residual stream.
         seed: of every weight.
         dtype: ``float32`` or ``bfloat16``.
-        sizes: any other field of ``TextShape``.
+        sizes: fields of ``TextShape``.
 
     Returns:
         ``path``.
@@ -85,55 +76,36 @@ def make_deepseek_v3(
     Raises:
         ConfigError: the sizes do not fit together, or the dtype is not offered.
     """
-    shape = _text_shape(num_layers, hidden_size, sizes)
-    directory, vocab_size, ids = _prepare(path, dtype)
-    config = _text_config(shape, vocab_size, ids, dtype) | {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-    }
-    weights = dict(_text_weights(shape, vocab_size, seed, ""))
-    _write(directory, config, weights, dtype)
-    return directory
+    return _make(path, None, seed, dtype, sizes)
 
 
-def make_kimi_k25(
-    path: str | Path,
-    *,
-    num_layers: int = 8,
-    hidden_size: int = 192,
-    seed: int = 0,
-    dtype: str = "float32",
-    **sizes: Any,
-) -> Path:
+def make_kimi_k25(path: str | Path, *, seed: int = 0, dtype: str = "float32", **sizes: Any) -> Path:
     """Write a ``KimiK25ForConditionalGeneration`` checkpoint: a vision tower around the same language model.
 
     Arguments, result and errors are those of ``make_deepseek_v3``.
     """
-    shape, vision = _text_shape(num_layers, hidden_size, sizes), VisionShape()
+    return _make(path, VisionShape(), seed, dtype, sizes)
+
+
+def _make(path: str | Path, vision: VisionShape | None, seed: int, dtype: str, sizes: dict[str, Any]) -> Path:
+    """Write the language model's checkpoint, inside Kimi-K2.5's where there is a vision tower."""
+    shape = _text_shape(sizes)
     directory, vocab_size, ids = _prepare(path, dtype)
-    text_config = _text_config(shape, vocab_size, ids, dtype) | {
+    config = _text_config(shape, vocab_size, ids, dtype) | {
         "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "kimi_k2",
+        "model_type": "deepseek_v3" if vision is None else "kimi_k2",
     }
-    config = {
-        "architectures": ["KimiK25ForConditionalGeneration"],
-        "model_type": "kimi_k25",
-        "text_config": text_config,
-        "vision_config": _vision_config(vision, shape),
-        "dtype": dtype,
-        "tie_word_embeddings": False,
-        "media_placeholder_token_id": ids[MEDIA_PLACEHOLDER],
-        **{key: text_config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
-    }
-    weights = dict(_text_weights(shape, vocab_size, seed, "language_model."))
-    weights.update(_vision_weights(vision, shape, seed))
+    weights = dict(_text_weights(shape, vocab_size, seed, "" if vision is None else "language_model."))
+    if vision is not None:
+        config = _kimi_config(config, _vision_config(vision, shape), ids[MEDIA_PLACEHOLDER])
+        weights.update(_vision_weights(vision, shape, seed))
     _write(directory, config, weights, dtype)
     return directory
 
 
-def _text_shape(num_layers: int, hidden_size: int, sizes: dict[str, Any]) -> TextShape:
+def _text_shape(sizes: dict[str, Any]) -> TextShape:
     try:
-        shape = TextShape(num_hidden_layers=num_layers, hidden_size=hidden_size, **sizes)
+        shape = TextShape(**sizes)
     except TypeError as error:
         raise ConfigError(f"tiny checkpoint: {error}; the sizes are {', '.join(asdict(TextShape()))}") from None
     if shape.hidden_size <= 2 * shape.n_routed_experts:
@@ -188,6 +160,19 @@ def _text_config(shape: TextShape, vocab_size: int, ids: dict[str, int], dtype: 
         "pad_token_id": ids[PAD],
         "use_cache": True,
         "dtype": dtype,
+    }
+
+
+def _kimi_config(text_config: dict[str, Any], vision_config: dict[str, Any], placeholder: int) -> dict[str, Any]:
+    return {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "text_config": text_config,
+        "vision_config": vision_config,
+        "dtype": text_config["dtype"],
+        "tie_word_embeddings": False,
+        "media_placeholder_token_id": placeholder,
+        **{key: text_config[key] for key in SPECIAL_IDS},
     }
 
 
@@ -341,6 +326,6 @@ def _write(directory: Path, config: dict[str, Any], weights: dict[str, torch.Ten
         for name, weight in weights.items()
     }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    ids = {key: config[key] for key in SPECIAL_IDS}
     for name, content in (("config.json", config), ("generation_config.json", ids)):
         (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

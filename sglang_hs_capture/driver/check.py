@@ -4,11 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from sglang_hs_capture.config import CaptureConfig
-from sglang_hs_capture.errors import ConfigError, DatasetMismatchError, DiskFullError
+from sglang_hs_capture.errors import ConfigError, DiskFullError
 from sglang_hs_capture.layers import make_columns, resolve_boundaries
 from sglang_hs_capture.model_config import CAPTURE_CLASSES, ModelConfig, is_hub_id, resolve_model_config
 from sglang_hs_capture.store import fs
-from sglang_hs_capture.store.identity import DATASET_FILE, read_info
+from sglang_hs_capture.store.identity import DATASET_FILE, read_info, require_same
 
 
 def find_model(model: str) -> ModelConfig | None:
@@ -26,6 +26,16 @@ def find_model(model: str) -> ModelConfig | None:
     if config.architecture not in CAPTURE_CLASSES:
         raise ConfigError(f"model: {model} is a {config.architecture}; supported are {', '.join(CAPTURE_CLASSES)}")
     return config
+
+
+def make_output(output: Path) -> None:
+    """Make the dataset's directory where it is missing.
+
+    Raises:
+        StoreError: the file system refuses.
+    """
+    with fs.io_errors(output, "create the dataset"):
+        fs.make_dir(output)
 
 
 def check_output(output: Path, model: ModelConfig | None, capture: CaptureConfig) -> None:
@@ -60,7 +70,4 @@ def _check_dataset(output: Path, model: ModelConfig | None, capture: CaptureConf
     )
     if model is not None:
         now = replace(now, num_layers=num_layers, hidden_size=model.hidden_size, config_hash=model.config_hash)
-    if differences := there.differences(now):
-        raise DatasetMismatchError(
-            f"{output}: this dataset was captured differently ({'; '.join(differences)}); choose another --output"
-        )
+    require_same(output, there, now)

@@ -16,6 +16,8 @@ HEALTH_TIMEOUT_S = 30.0
 RETRY_PAUSE_S = 1.0
 MESSAGE_LIMIT = 500
 BUSY = (429, 503)
+# A capture needs no tokens behind the prompt.
+PREFILL_ONLY = {"max_new_tokens": 0, "temperature": 0}
 
 
 class RefusedError(Exception):
@@ -63,13 +65,12 @@ class Window:
 class ServerClient:
     """Talks to one SGLang server."""
 
-    def __init__(self, url: str, *, api_key: str | None = None, max_new_tokens: int = 0) -> None:
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
         """Open no connection yet.
 
         Args:
             url: such as ``http://127.0.0.1:30000``.
             api_key: sent as a bearer token where the server wants one.
-            max_new_tokens: tokens to generate behind each prompt; prefill alone is all that a capture needs.
         """
         self.url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
@@ -78,7 +79,6 @@ class ServerClient:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             headers=headers,
         )
-        self._sampling = {"max_new_tokens": max_new_tokens, "temperature": 0}
 
     async def close(self) -> None:
         """Close all connections."""
@@ -97,7 +97,7 @@ class ServerClient:
             RetryableError: HTTP 5xx, an aborted request, or a reply about another number of tokens.
             ConnectionError: the server cannot be reached, or the connection broke.
         """
-        body: dict[str, Any] = {"rid": rid, "input_ids": list(input_ids), "sampling_params": self._sampling}
+        body: dict[str, Any] = {"rid": rid, "input_ids": list(input_ids), "sampling_params": PREFILL_ONLY}
         if bypass_cache:
             # A key that no other request has: SGLang keeps a prefix tree of its own for each.
             body["extra_key"] = rid

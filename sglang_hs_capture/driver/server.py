@@ -14,7 +14,7 @@ from pathlib import Path
 from sglang_hs_capture.driver.client import ServerClient
 from sglang_hs_capture.driver.launch import LOOPBACK, LaunchPlan
 from sglang_hs_capture.driver.serverlog import cause_of_death, import_warning, read_tail
-from sglang_hs_capture.errors import EngineError, GuardError
+from sglang_hs_capture.errors import EngineError, GuardError, class_of_kind
 from sglang_hs_capture.store import fs
 from sglang_hs_capture.store.session import SessionRecord, read_sessions
 
@@ -80,12 +80,14 @@ class ManagedServer:
         """Raise if the server has ended.
 
         Raises:
-            GuardError: it refused to capture; with its own reason.
+            HsCaptureError: it refused to capture; with its own reason, and of that error's class; a GuardError where
+                the record names no class.
             EngineError: it died otherwise; with what its log says.
         """
-        refused = next((record.error for record in self.sessions() if record.state == "refused"), None)
+        refused = next((record for record in self.sessions() if record.state == "refused"), None)
         if refused:
-            raise GuardError(f"the server refused to capture: {refused}")
+            kind = class_of_kind(refused.error_kind, GuardError)
+            raise kind(f"the server refused to capture: {refused.error or 'no reason given'}")
         code = None if self._process is None else self._process.poll()
         if code is not None:
             cause = cause_of_death(read_tail(self.log_path, self._log_start)) or "its log is empty"
@@ -98,13 +100,16 @@ class ManagedServer:
             Its session records, one per writer.
 
         Raises:
-            GuardError, EngineError: it refused, died, does not capture, or took longer than ``timeout_s``.
+            HsCaptureError: it refused; see ``check_alive``.
+            EngineError: it died, does not capture, or took longer than ``timeout_s``.
         """
         deadline = time.monotonic() + timeout_s
         while not await client.healthy():
             self.check_alive()
             if time.monotonic() >= deadline:
-                raise EngineError(f"the server was not up after {timeout_s:.0f} s; see {self.log_path}")
+                raise EngineError(
+                    f"the server was not up after {timeout_s:.0f} s; see {self.log_path}, or raise --start-timeout"
+                )
             await asyncio.sleep(POLL_S)
         self.check_alive()
         sessions = self.sessions()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_hs_capture.data.lines import GZIP_MAGIC
 from sglang_hs_capture.data.records import InputProblem, Record, Sample
 from sglang_hs_capture.data.samples import SamplePreparer, iter_samples
 from sglang_hs_capture.data.template import load_tokenizer, read_stop_ids
@@ -13,7 +14,6 @@ from sglang_hs_capture.errors import ConfigError
 
 COUNT_BYTES_LIMIT = 2**31
 _COUNT_BLOCK = 2**22
-_GZIP_MAGIC = b"\x1f\x8b"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def count_lines(paths: Sequence[Path]) -> int | None:
     for path in paths:
         with path.open("rb") as file:
             block = file.read(_COUNT_BLOCK)
-            if block.startswith(_GZIP_MAGIC):
+            if block.startswith(GZIP_MAGIC):
                 return None
             last = b"\n"
             while block:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sglang_hs_capture.config import CaptureConfig
-from sglang_hs_capture.driver.check import check_output, find_model
+from sglang_hs_capture.driver.check import check_output, find_model, make_output
 from sglang_hs_capture.driver.launch import flag_value, plan_server
 from sglang_hs_capture.driver.progress import ProgressView
 from sglang_hs_capture.driver.run import RunSettings, run_capture
@@ -17,7 +17,6 @@ from sglang_hs_capture.driver.target import OwnServer, RunningServer
 from sglang_hs_capture.errors import ConfigError
 from sglang_hs_capture.layers import Final, make_columns, parse_layers, resolve_boundaries
 from sglang_hs_capture.model_config import ModelConfig, resolve_model_config
-from sglang_hs_capture.store import fs
 from sglang_hs_capture.store.schema import DatasetInfo
 from sglang_hs_capture.store.session import read_sessions
 
@@ -88,7 +87,7 @@ def run_on_own_server(
         cpu=cpu,
         prefill_only=True,
     )
-    _make_output(settings.output)
+    make_output(settings.output)
     check_output(settings.output, config, plan.capture)
     target = OwnServer(plan, settings.output, config, start_timeout_s, notice)
     return run_capture(target, samples, settings, view)
@@ -135,11 +134,6 @@ def served_model(output: Path) -> ModelConfig | None:
         return resolve_model_config(path) if path else None
     except ConfigError:
         return None
-
-
-def _make_output(output: Path) -> None:
-    with fs.io_errors(output, "create the dataset"):
-        fs.make_dir(output)
 
 
 def _context_length(config: ModelConfig | None, sglang_args: Sequence[str]) -> int | None:

@@ -11,13 +11,12 @@ from sglang_hs_capture.driver.client import ServerClient
 from sglang_hs_capture.driver.launch import LaunchPlan
 from sglang_hs_capture.driver.preflight import check_plugin
 from sglang_hs_capture.driver.server import ManagedServer
-from sglang_hs_capture.driver.watch import is_running
 from sglang_hs_capture.errors import DatasetMismatchError, EngineError
 from sglang_hs_capture.model_config import ModelConfig
 from sglang_hs_capture.store.identity import DATASET_FILE, read_info
 from sglang_hs_capture.store.recovery import recover_dataset
 from sglang_hs_capture.store.schema import DatasetInfo
-from sglang_hs_capture.store.session import SessionRecord, read_sessions
+from sglang_hs_capture.store.session import SessionRecord, is_running, read_sessions
 
 Say = Callable[[str], None]
 
@@ -38,7 +37,7 @@ class Target(ABC):
             The session records of its writers.
 
         Raises:
-            GuardError, EngineError, StoreError: it is not, or does not.
+            HsCaptureError: it is not, or does not; where it refused to capture, of the class of its own reason.
         """
 
     @abstractmethod
@@ -46,7 +45,7 @@ class Target(ABC):
         """Raise if the server is known to have ended.
 
         Raises:
-            GuardError, EngineError: with the reason as far as it is known.
+            HsCaptureError: with the reason as far as it is known.
         """
 
     @abstractmethod
@@ -132,7 +131,10 @@ class RunningServer(Target):
         self.client = ServerClient(self._url, api_key=self._api_key)
         self._opened = True
         if not await self.client.wait_healthy(self._grace_s):
-            raise EngineError(f"{self._url}: no healthy SGLang server answered within {self._grace_s:g} s")
+            raise EngineError(
+                f"{self._url}: no healthy SGLang server answered within {self._grace_s:g} s; check the URL, and that "
+                "the server is up"
+            )
         await self._check_output_dir()
         sessions = [record for record in read_sessions(self._directory) if record.state in ("ready", "stopped")]
         sessions = [record for record in sessions if is_running(record) is not False]
@@ -142,7 +144,10 @@ class RunningServer(Target):
                 f"--output {self._directory}`, and see its log for a warning about sglang_hs_capture"
             )
         if differences := self._expected(read_info(self._directory)):
-            raise DatasetMismatchError(f"the server at {self._url} captures differently: {'; '.join(differences)}")
+            raise DatasetMismatchError(
+                f"the server at {self._url} captures differently: {'; '.join(differences)}; leave these options out, "
+                "or start the server with them"
+            )
         say(f"The server at {self._url} captures {', '.join(sessions[0].model['columns'])} into {self._directory}.")
         return sessions
 
@@ -151,7 +156,10 @@ class RunningServer(Target):
         info = await self.client.server_info()
         there = output_dir_of(info)
         if there and Path(there).resolve() != self._directory.resolve():
-            raise EngineError(f"the server at {self._url} captures into {there}, not into --output {self._directory}")
+            raise EngineError(
+                f"the server at {self._url} captures into {there}, not into --output {self._directory}; give the "
+                "server's own directory"
+            )
 
     def check_alive(self) -> None:
         """Nothing is known of somebody else's process; a lost connection tells."""

@@ -1,10 +1,8 @@
 """What the capturing processes write, followed while they write it: acknowledged samples, failures, and their state."""
 
-import os
-import socket
 from pathlib import Path
 
-from sglang_hs_capture.errors import DiskFullError, StoreError
+from sglang_hs_capture.errors import StoreError, class_of_kind
 from sglang_hs_capture.store.journal import JournalTail
 from sglang_hs_capture.store.replay import journal_path, journal_writers
 from sglang_hs_capture.store.schema import FailureRecord, SampleRecord
@@ -47,7 +45,7 @@ class SessionWatch:
         """Read the records anew.
 
         Raises:
-            DiskFullError, StoreError: capture has stopped while the server lives on.
+            CorruptionError, StoreError: one of them cannot be read.
         """
         for record in read_sessions(self._directory):
             if record.writer in self._latest:
@@ -58,12 +56,13 @@ class SessionWatch:
         """Raise if capture has stopped.
 
         Raises:
-            DiskFullError, StoreError: with the capturing process's own reason.
+            HsCaptureError: with the capturing process's own reason, and of that error's class; a StoreError where the
+                record names no class.
         """
         for record in self._latest.values():
             if record.state == "stopped":
                 reason = record.error or "no reason given"
-                kind = DiskFullError if "space" in reason or "room" in reason else StoreError
+                kind = class_of_kind(record.error_kind, StoreError)
                 safe = "" if "acknowledged" in reason else "; all acknowledged samples are safe"
                 raise kind(f"capture has stopped: {reason}{safe}; run again to go on")
 
@@ -76,16 +75,3 @@ class SessionWatch:
                 gain = value if name == "ring_bytes" else value - getattr(base, name)
                 setattr(total, name, getattr(total, name) + gain)
         return total
-
-
-def is_running(record: SessionRecord) -> bool | None:
-    """Whether the process of a session is there; None for one of another host, of which it cannot be known."""
-    if record.host != socket.gethostname():
-        return None
-    try:
-        os.kill(record.pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

@@ -14,12 +14,12 @@ from torch.utils.data import Dataset
 
 from sglang_hs_capture.errors import CorruptionError, StoreError
 from sglang_hs_capture.store.hashing import prefix_hashes
+from sglang_hs_capture.store.identity import FINAL_NORM_FILE
 from sglang_hs_capture.store.index import SampleEntry, SamplePart, load_index
 from sglang_hs_capture.store.schema import DatasetInfo, ShardRecord, rle_decode
 from sglang_hs_capture.store.shard import ShardLayout
 from sglang_hs_capture.store.shard_reader import ShardReader
 
-NORM_FILE = "final_norm.safetensors"
 _TORCH_DTYPE = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Rows pass through a buffer that stays in the processor's cache on their way to one tensor per column.
 _STAGING_BYTES = 1 << 20
@@ -109,7 +109,7 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
         Raises:
             StoreError: the dataset has none.
         """
-        path = self.path / NORM_FILE
+        path = self.path / FINAL_NORM_FILE
         if not path.is_file():
             raise StoreError(f"{path}: the dataset was captured without the final norm's weight")
         with safe_open(path, framework="pt") as file:

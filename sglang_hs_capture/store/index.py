@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_hs_capture.errors import CorruptionError
-from sglang_hs_capture.store.identity import read_info, require_dataset
+from sglang_hs_capture.store.identity import read_info
 from sglang_hs_capture.store.replay import Replay, ShardState, journal_writers, replay_journal
 from sglang_hs_capture.store.requests import DroppedRecord, RequestRecord, Requests, load_requests
-from sglang_hs_capture.store.schema import DatasetInfo, Extent, parse_rid
+from sglang_hs_capture.store.schema import RESTORE, DatasetInfo, Extent, parse_rid
 from sglang_hs_capture.store.session import SessionRecord, read_sessions
 from sglang_hs_capture.store.shard import ShardLayout, ShardPaths
 
@@ -116,7 +116,6 @@ def load_index(directory: Path) -> DatasetIndex:
         CorruptionError: a file is damaged, or a shard is missing or cut.
     """
     directory = Path(directory)
-    require_dataset(directory)
     info = read_info(directory)
     # The ledger last: a sample must be in it before it can be in a journal.
     replays = [replay_journal(directory, writer) for writer in journal_writers(directory)]
@@ -155,13 +154,11 @@ def _check_file(directory: Path, layout: ShardLayout, number: int, state: ShardS
             continue
         if size < needed:
             raise CorruptionError(
-                f"{path}: expected at least {needed} bytes for {state.rows} rows, got {size}; restore it from a "
-                "copy, or capture anew into another directory"
+                f"{path}: expected at least {needed} bytes for {state.rows} rows, got {size}; {RESTORE}"
             )
         return
     raise CorruptionError(
-        f"{paths.finished}: the journal has {state.rows} rows in this shard, and it is not there; restore it from a "
-        "copy, or capture anew into another directory"
+        f"{paths.finished}: the journal has {state.rows} rows in this shard, and it is not there; {RESTORE}"
     )
 
 

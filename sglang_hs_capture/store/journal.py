@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang_hs_capture.errors import CorruptionError, StoreError
 from sglang_hs_capture.store import fs
+from sglang_hs_capture.store.schema import RESTORE
 
 _SEAL = re.compile(rb',"crc":"([0-9a-f]{8})"\}')
 _SEAL_BYTES = len(b',"crc":"00000000"}')
@@ -53,9 +54,7 @@ def decode_or_raise(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
         return decode_line(line)
     except ValueError as error:
-        raise CorruptionError(
-            f"{path}, line {number}: {error}; the file was damaged or edited: restore it from a copy, or capture anew"
-        ) from None
+        raise CorruptionError(f"{path}, line {number}: {error}; the file was damaged or edited: {RESTORE}") from None
 
 
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -176,7 +175,8 @@ class JournalTail:
             size = os.fstat(fd).st_size
             if size < self._offset:
                 raise CorruptionError(
-                    f"{self.path}: {self._offset - size} bytes that were read before are gone; the writer's disk failed"
+                    f"{self.path}: {self._offset - size} bytes that were read before are gone: the writer's disk "
+                    "failed; see that it works, and run again"
                 )
             data = self._read(fd, size - self._offset)
         finally:

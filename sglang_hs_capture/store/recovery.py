@@ -13,7 +13,7 @@ from sglang_hs_capture.store.identity import SHARD_FOLDER, read_info
 from sglang_hs_capture.store.journal import JournalFile
 from sglang_hs_capture.store.lock import FileLock
 from sglang_hs_capture.store.replay import ShardState, journal_path, journal_writers, replay_journal
-from sglang_hs_capture.store.schema import DatasetInfo
+from sglang_hs_capture.store.schema import RESTORE, DatasetInfo
 from sglang_hs_capture.store.shard import ShardLayout, ShardPaths, finish
 from sglang_hs_capture.store.shard_reader import finished_rows
 
@@ -69,15 +69,16 @@ def _settle(directory: Path, layout: ShardLayout, state: ShardState, journal: Jo
     if not paths.finished.exists():
         if not paths.partial.exists():
             raise CorruptionError(
-                f"{paths.finished}: the journal has {state.rows} durable rows and there is no such shard; "
-                "restore it from a copy"
+                f"{paths.finished}: the journal has {state.rows} durable rows and there is no such shard; {RESTORE}"
             )
         finish(directory, layout, state.rows)
     elif not state.finished:
         # It was renamed after its content was durable, but the new name may not be durable yet.
         rows = finished_rows(paths.finished, layout)
         if rows != state.rows:
-            raise CorruptionError(f"{paths.finished}: the journal has {state.rows} durable rows; the shard has {rows}")
+            raise CorruptionError(
+                f"{paths.finished}: the journal has {state.rows} durable rows; the shard has {rows}; {RESTORE}"
+            )
         fs.fsync_dir(paths.finished.parent)
     if not state.finished:
         journal.append(finished_record(layout.record.shard, state.rows))

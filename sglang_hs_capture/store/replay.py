@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang_hs_capture.errors import CorruptionError, StoreError
 from sglang_hs_capture.store.journal import read_records
-from sglang_hs_capture.store.schema import VERSION, FailureRecord, RowsRecord, SampleRecord, ShardRecord
+from sglang_hs_capture.store.schema import RESTORE, VERSION, FailureRecord, RowsRecord, SampleRecord, ShardRecord
 
 
 @dataclass
@@ -122,5 +122,5 @@ def replay_journal(directory: Path, writer: str, *, keep_samples: bool = True) -
             replay.apply(raw)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             problem = f"{error!r}" if isinstance(error, KeyError) else str(error)
-            raise CorruptionError(f"{path}, line {number}: {problem}; the record is {raw}") from None
+            raise CorruptionError(f"{path}, line {number}: {problem} in the record {raw}; {RESTORE}") from None
     return replay

@@ -8,7 +8,7 @@ from typing import Any
 from sglang_hs_capture.errors import CorruptionError
 from sglang_hs_capture.store.journal import JournalFile, read_records
 from sglang_hs_capture.store.lock import FileLock
-from sglang_hs_capture.store.schema import to_hex
+from sglang_hs_capture.store.schema import RESTORE, to_hex
 
 LEDGER_FILE = "requests.jsonl"
 
@@ -34,6 +34,7 @@ class RequestRecord:
     source: str
 
     def to_json(self) -> dict[str, Any]:
+        """The record as a line of the ledger has it."""
         return {
             "t": "request",
             "id": self.id,
@@ -46,6 +47,11 @@ class RequestRecord:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> "RequestRecord":
+        """Read such a record.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is malformed.
+        """
         mask = tuple(int(run) for run in raw["loss_mask"])
         length = int(raw["length"])
         if sum(mask) != length or min(mask, default=0) < 0:
@@ -62,10 +68,16 @@ class DroppedRecord:
     reason: str
 
     def to_json(self) -> dict[str, Any]:
+        """The record as a line of the ledger has it."""
         return {"t": "dropped", "id": self.id, "source": self.source, "reason": self.reason}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> "DroppedRecord":
+        """Read such a record.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is malformed.
+        """
         return cls(raw["id"], raw["source"], raw["reason"])
 
 
@@ -104,7 +116,7 @@ def load_requests(directory: Path) -> Requests:
             elif raw["t"] == "dropped":
                 result.add(DroppedRecord.from_json(raw))
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptionError(f"{path}, line {number}: {error!r} in the record {raw}") from None
+            raise CorruptionError(f"{path}, line {number}: {error!r} in the record {raw}; {RESTORE}") from None
     return result
 
 

@@ -14,6 +14,8 @@ from sglang_hs_capture.layers import CONVENTION
 
 FORMAT = "sglang-hs-capture"
 VERSION = 1
+# What to do about damage, at the end of a message.
+RESTORE = "restore it from a copy, or capture anew into another directory"
 ELEMENT_SIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 SAFETENSORS_DTYPE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
@@ -92,7 +94,7 @@ class DatasetInfo:
         names = [field.name for field in fields(cls)]
         missing = [name for name in names if name not in raw]
         if missing:
-            raise CorruptionError(f"{where}: the fields {', '.join(missing)} are missing")
+            raise CorruptionError(f"{where}: the fields {', '.join(missing)} are missing; {RESTORE}")
         return cls(**{name: raw[name] for name in names})
 
 
@@ -123,10 +125,16 @@ class ShardRecord:
     columns: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
+        """The record as a line of the journal has it."""
         return {"t": "shard", "shard": self.shard, "data_offset": self.data_offset, "columns": list(self.columns)}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> "ShardRecord":
+        """Read such a record.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is malformed.
+        """
         return cls(int(raw["shard"]), int(raw["data_offset"]), tuple(raw["columns"]))
 
 
@@ -140,10 +148,16 @@ class RowsRecord:
     xxh3: int
 
     def to_json(self) -> dict[str, Any]:
+        """The record as a line of the journal has it."""
         return {"t": "rows", "shard": self.shard, "start": self.start, "count": self.count, "xxh3": to_hex(self.xxh3)}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> "RowsRecord":
+        """Read such a record.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is malformed.
+        """
         return cls(int(raw["shard"]), int(raw["start"]), int(raw["count"]), int(raw["xxh3"], 16))
 
 
@@ -158,6 +172,7 @@ class SampleRecord:
     session: str
 
     def to_json(self) -> dict[str, Any]:
+        """The record as a line of the journal has it."""
         return {
             "t": "sample",
             "rid": self.rid,
@@ -169,6 +184,11 @@ class SampleRecord:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> "SampleRecord":
+        """Read such a record.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is malformed.
+        """
         extents = tuple(Extent(int(shard), int(start), int(count)) for shard, start, count in raw["extents"])
         return cls(raw["rid"], int(raw["length"]), extents, int(raw["end_hash"], 16), raw["session"])
 
@@ -182,10 +202,16 @@ class FailureRecord:
     detail: str
 
     def to_json(self) -> dict[str, Any]:
+        """The record as a line of the journal has it."""
         return {"t": "failed", "rid": self.rid, "reason": self.reason, "detail": self.detail}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> "FailureRecord":
+        """Read such a record.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is malformed.
+        """
         return cls(raw["rid"], raw["reason"], raw["detail"])
 
 

@@ -1,6 +1,7 @@
 """Session records: who captures into a dataset, in which state, and how far; the handshake between model and driver."""
 
-import json
+import os
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
@@ -9,10 +10,11 @@ from typing import Any, Literal
 
 from sglang_hs_capture.errors import CorruptionError
 from sglang_hs_capture.store import fs
+from sglang_hs_capture.store.jsonfile import read_object, write_object
 from sglang_hs_capture.store.schema import FORMAT, VERSION, check_version, check_writer
 
 State = Literal["starting", "ready", "stopped", "refused", "closed"]
-Number = int | float
+_REMEDY = "it can be removed while nothing captures"
 
 
 def utc_now() -> str:
@@ -45,6 +47,8 @@ class SessionRecord:
     Attributes:
         state: ``starting``; ``ready`` for requests; ``stopped`` capturing while the server lives on; ``refused`` by a
             guard at model start; ``closed`` in order. ``error`` says why in one line for ``stopped`` and ``refused``.
+        error_kind: the class of that error in ``errors.py``; None for one that was not foreseen, and in the records of
+            releases that did not write it.
         session_id: hexadecimal digits of a UUID, new with each start of the process.
         run_id: given by ``hs-capture run`` to recognise its own server; empty otherwise.
         prefix_cache: whether prefixes computed for one request are reused for another.
@@ -59,6 +63,7 @@ class SessionRecord:
     run_id: str = ""
     state: State = "starting"
     error: str | None = None
+    error_kind: str | None = None
     started_at: str = field(default_factory=utc_now)
     updated_at: str = ""
     sglang_version: str = ""
@@ -88,7 +93,7 @@ class SessionRecord:
         check_version(raw, where)
         missing = [name for name in ("writer", "session_id", "pid", "host", "state") if name not in raw]
         if missing:
-            raise CorruptionError(f"{where}: the fields {', '.join(missing)} are missing")
+            raise CorruptionError(f"{where}: the fields {', '.join(missing)} are missing; {_REMEDY}")
         values = {f.name: raw[f.name] for f in fields(cls) if f.name in raw}
         counters = raw.get("counters", {})
         values["counters"] = Counters(**{f.name: counters[f.name] for f in fields(Counters) if f.name in counters})
@@ -110,7 +115,7 @@ def write_session(directory: Path, record: SessionRecord) -> None:
     path = session_path(directory, record.writer)
     with fs.io_errors(path, "write"):
         fs.make_dir(directory)
-        fs.replace_file(path, (json.dumps(record.to_json(), indent=2) + "\n").encode())
+    write_object(path, record.to_json())
 
 
 def read_session(path: Path) -> SessionRecord | None:
@@ -118,21 +123,29 @@ def read_session(path: Path) -> SessionRecord | None:
 
     Raises:
         CorruptionError: the file is not a session record.
+        StoreError: it cannot be read, or is of a newer version.
     """
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    try:
-        raw = json.loads(text)
-    except ValueError as error:
-        raise CorruptionError(f"{path}: not JSON ({error}); it can be removed while nothing captures") from None
-    if not isinstance(raw, dict):
-        raise CorruptionError(f"{path}: expected an object; it can be removed while nothing captures")
-    return SessionRecord.from_json(raw, str(path))
+    raw = read_object(path, _REMEDY)
+    return None if raw is None else SessionRecord.from_json(raw, str(path))
 
 
 def read_sessions(directory: Path) -> list[SessionRecord]:
     """The latest session of each writer, ordered by writer."""
     records = (read_session(path) for path in sorted(directory.glob("session-*.json")))
     return [record for record in records if record is not None]
+
+
+def is_running(record: SessionRecord) -> bool | None:
+    """Whether a process with a session's process id is there; None for one of another host, of which nothing is known.
+
+    Process ids are used again: after a restart, also of a container, the id may be that of the process that asks.
+    """
+    if record.host != socket.gethostname():
+        return None
+    try:
+        os.kill(record.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

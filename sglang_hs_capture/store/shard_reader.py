@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from sglang_hs_capture.errors import CorruptionError
 from sglang_hs_capture.store import fs
+from sglang_hs_capture.store.schema import RESTORE
 from sglang_hs_capture.store.shard import TOKEN_DTYPE, TOKEN_TENSORS, ShardLayout, ShardPaths
 
 _MAX_HEADER = 100_000_000
@@ -28,19 +29,23 @@ def finished_rows(path: Path, layout: ShardLayout) -> int:
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
         if length != layout.record.data_offset - 8 or length > _MAX_HEADER:
             raise CorruptionError(
-                f"{path}: expected a header of {layout.record.data_offset - 8} bytes; the file says {length}"
+                f"{path}: expected a header of {layout.record.data_offset - 8} bytes; the file says {length}; {RESTORE}"
             )
         try:
             header = json.loads(file.read(length))
             rows = int(header["input_ids"]["shape"][0])
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise CorruptionError(f"{path}: the header is damaged ({error!r})") from None
+            raise CorruptionError(f"{path}: the header is damaged ({error!r}); {RESTORE}") from None
     for name, tensor in layout.tensors(rows).items():
         entry = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [tensor.begin, tensor.end]}
         if header.get(name) != entry:
-            raise CorruptionError(f"{path}: expected the tensor {name} as {entry}; the header has {header.get(name)}")
+            raise CorruptionError(
+                f"{path}: expected the tensor {name} as {entry}; the header has {header.get(name)}; {RESTORE}"
+            )
     if size != layout.file_size(rows):
-        raise CorruptionError(f"{path}: expected {layout.file_size(rows)} bytes for {rows} rows; the file has {size}")
+        raise CorruptionError(
+            f"{path}: expected {layout.file_size(rows)} bytes for {rows} rows; the file has {size}; {RESTORE}"
+        )
     return rows
 
 
@@ -59,8 +64,7 @@ class ShardReader:
         # A writer may finish the shard between two of these tries, never take it back.
         if not (self._open_finished(rows) or self._open_partial(rows) or self._open_finished(rows)):
             raise CorruptionError(
-                f"{self.paths.finished}: the journal has {rows} durable rows and there is no such shard; "
-                "restore it from a copy"
+                f"{self.paths.finished}: the journal has {rows} durable rows and there is no such shard; {RESTORE}"
             )
 
     def _open_finished(self, rows: int) -> bool:
@@ -70,7 +74,9 @@ class ShardReader:
         except FileNotFoundError:
             return False
         if self.rows < rows:
-            raise CorruptionError(f"{self.paths.finished}: expected {rows} rows or more; the file has {self.rows}")
+            raise CorruptionError(
+                f"{self.paths.finished}: expected {rows} rows or more; the file has {self.rows}; {RESTORE}"
+            )
         return True
 
     def _open_partial(self, rows: int) -> bool:
@@ -86,7 +92,7 @@ class ShardReader:
             size = os.fstat(fd).st_size
             if size < end:
                 raise CorruptionError(
-                    f"{path}: expected {end} bytes or more for {rows} durable rows; the file has {size}"
+                    f"{path}: expected {end} bytes or more for {rows} durable rows; the file has {size}; {RESTORE}"
                 )
         return True
 
@@ -130,7 +136,7 @@ class ShardReader:
             try:
                 fs.pread_all(fd, into, offset)
             except EOFError as error:
-                raise CorruptionError(f"{path}: {error}; the file was cut while it was open") from None
+                raise CorruptionError(f"{path}: {error}; the file was cut while it was open; {RESTORE}") from None
 
     def close(self) -> None:
         """Close the files; a second call does nothing."""

@@ -9,8 +9,8 @@ import safetensors
 
 from sglang_hs_capture.errors import CorruptionError, DatasetMismatchError
 from sglang_hs_capture.store import fs
+from sglang_hs_capture.store.identity import FINAL_NORM_FILE
 
-FINAL_NORM_FILE = "final_norm.safetensors"
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 
 

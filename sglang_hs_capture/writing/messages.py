@@ -8,7 +8,7 @@ from dataclasses import asdict, astuple, dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from sglang_hs_capture.errors import HsCaptureError
+from sglang_hs_capture.errors import HsCaptureError, class_of_kind, kind_of
 from sglang_hs_capture.staging.ring import Span
 from sglang_hs_capture.writing.plan import BatchHeader, KeptRequest, RowPlan
 
@@ -55,9 +55,9 @@ class NormNotice:
 
 @dataclass(frozen=True)
 class Failure:
-    """Capture ends: one side's error, by the name of its class; ``text`` is one line for a person."""
+    """Capture ends: one side's error; ``kind`` as of ``errors.kind_of``, ``text`` one line for a person."""
 
-    kind: str
+    kind: str | None
     text: str
 
 
@@ -148,7 +148,11 @@ class Assembly:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """An error as a message: by its own class where the project has it, else with the class's name in the text."""
-    text = " ".join(str(error).split())
-    name = type(error).__name__
-    return Failure(name, text) if isinstance(error, HsCaptureError) else Failure("", f"{name}: {text}")
+    """An error as a message."""
+    kind, text = kind_of(error), " ".join(str(error).split())
+    return Failure(kind, text if kind else f"{type(error).__name__}: {text}")
+
+
+def error_of(failure: Failure) -> HsCaptureError:
+    """The error that a message tells of."""
+    return class_of_kind(failure.kind, HsCaptureError)(failure.text)

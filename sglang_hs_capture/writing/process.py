@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 
 from sglang_hs_capture.config import CaptureConfig
-from sglang_hs_capture.errors import error_of
 from sglang_hs_capture.staging.ring import Consumer, Lease, RingMemory
 from sglang_hs_capture.store.schema import DatasetInfo
 from sglang_hs_capture.store.session import Counters, SessionRecord
@@ -33,6 +32,7 @@ from sglang_hs_capture.writing.messages import (
     PieceNotice,
     Setup,
     Stop,
+    error_of,
     failure_of,
 )
 from sglang_hs_capture.writing.plan import BatchHeader
@@ -111,7 +111,7 @@ class WritingProcess:
                 self._assembly = Assembly("norm", message.nbytes)
             case Failure():
                 self._consumer.close()
-                self._committer.fail(error_of(message.kind, message.text))
+                self._committer.fail(error_of(message))
             case _:
                 raise TypeError(f"expected a message for the writing process, got {message!r}")
 

@@ -1,15 +1,20 @@
 """What a capturing process tells the world: its session record."""
 
-import os
-import socket
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
-from sglang_hs_capture.errors import DiskFullError, HsCaptureError
+from sglang_hs_capture.errors import DiskFullError, HsCaptureError, kind_of
 from sglang_hs_capture.store import fs
-from sglang_hs_capture.store.session import Counters, SessionRecord, read_session, session_path, write_session
+from sglang_hs_capture.store.session import (
+    Counters,
+    SessionRecord,
+    State,
+    is_running,
+    read_session,
+    session_path,
+    write_session,
+)
 
 _REPORT_INTERVAL_S = 1.0
 # Given up when the disk is full, so that the record that says so has room.
@@ -40,24 +45,24 @@ class SessionReporter:
         """The handshake: capture is set up in this process."""
         with fs.io_errors(self._reserve, "write"):
             fs.replace_file(self._reserve, bytes(_RESERVE_BYTES))
-        self._change("ready", None)
+        self._change("ready")
 
     def refused(self, error: HsCaptureError) -> None:
         """Say why the model was not built; a live session of another process is left to stand."""
         other = read_session(session_path(self._directory, self.writer))
-        if other is None or other.state != "ready" or not _is_alive(other):
-            self._change("refused", str(error))
+        if other is None or other.state != "ready" or not self._is_of_another_process(other):
+            self._change("refused", str(error), kind_of(error))
 
     def stopped(self, error: Exception, counters: Counters) -> None:
         """Say why capture has ended while the server lives on, and how far it came."""
         self._record.counters = counters
         text = str(error) if isinstance(error, HsCaptureError) else f"{type(error).__name__}: {error}"
-        self._change("stopped", text)
+        self._change("stopped", text, kind_of(error))
 
     def closed(self) -> None:
         """Capture ended in order; the reason of an earlier stop stays."""
         if self._record.state == "ready":
-            self._change("closed", None)
+            self._change("closed")
 
     def progress(self, counters: Counters, *, now: bool) -> None:
         """Bring the counters up to date on disk, at most once a second unless ``now``."""
@@ -68,10 +73,16 @@ class SessionReporter:
             if (now and changed) or due:
                 self._write()
 
-    def _change(self, state: Any, error: str | None) -> None:
+    def _is_of_another_process(self, other: SessionRecord) -> bool:
+        # This process's own id in an older record is that of a dead process, as in a restarted container.
+        own = (self._record.host, self._record.pid)
+        return (other.host, other.pid) != own and is_running(other) is not False
+
+    def _change(self, state: State, error: str = "", kind: str | None = None) -> None:
         with self._lock:
             self._record.state = state
-            self._record.error = " ".join(error.split()) if error else None
+            self._record.error = " ".join(error.split()) or None
+            self._record.error_kind = kind
             self._write()
 
     def _write(self) -> None:
@@ -81,15 +92,3 @@ class SessionReporter:
             self._reserve.unlink(missing_ok=True)
             write_session(self._directory, self._record)
         self._written_at = time.monotonic()
-
-
-def _is_alive(record: SessionRecord) -> bool:
-    if record.host != socket.gethostname():
-        return True
-    try:
-        os.kill(record.pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return record.pid != os.getpid()

@@ -13,6 +13,7 @@ from benchmarks.load import run_round, served
 from benchmarks.shapes import Shape, write_model
 from sglang_hs_capture import HiddenStateDataset
 from sglang_hs_capture.store.session import read_sessions
+from tests.recorded import recorded_states
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,17 +34,6 @@ def launch_flags(output: Path, *more: str, **settings: object) -> list[str]:
         *("--json-model-override-args", json.dumps({"hs_capture": capture})),
         *more,
     ]
-
-
-def recorded_states(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
-    parts: dict[tuple[str, str], list[torch.Tensor]] = {}
-    for file in sorted(folder.glob("*.pt")):
-        content, start = torch.load(file), 0
-        for rid, length in zip(content["rids"], content["seq_lens"], strict=True):
-            for name, state in content["states"].items():
-                parts.setdefault((rid, name), []).append(state[start : start + length])
-            start += length
-    return {key: torch.cat(value) for key, value in parts.items()}
 
 
 @pytest.mark.parametrize("backend", ["triton", "flashinfer"])

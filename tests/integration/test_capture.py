@@ -15,6 +15,7 @@ from sglang_hs_capture.layers import Final
 from sglang_hs_capture.store.session import read_sessions
 from sglang_hs_capture.verify.parity import reference_states
 from tests.integration.conftest import Server, StartServer
+from tests.recorded import recorded_states
 
 pytestmark = pytest.mark.engine
 
@@ -202,17 +203,11 @@ def test_captured_bytes_equal_plain_forward_hooks(start_server, deepseek_checkpo
             job.result()
     got = states_of(output, set(prompts))
     columns = HiddenStateDataset(output).columns
-    recorded: dict[tuple[str, str], list[torch.Tensor]] = {}
-    for file in sorted(record.glob("*.pt")):
-        content, start = torch.load(file), 0
-        for rid, length in zip(content["rids"], content["seq_lens"], strict=True):
-            for name, state in content["states"].items():
-                recorded.setdefault((rid, name), []).append(state[start : start + length])
-            start += length
+    recorded = recorded_states(record)
     for rid, sample in got.items():
         for name, state in zip(columns, sample["hidden_states"], strict=True):
             assert state.dtype == torch.bfloat16
-            assert torch.equal(state, torch.cat(recorded[rid, name]).to(torch.bfloat16)), (rid, name)
+            assert torch.equal(state, recorded[rid, name].to(torch.bfloat16)), (rid, name)
 
 
 def test_tensor_parallel_ranks_capture_once_and_right(start_server, kimi_checkpoint, tmp_path_factory):

@@ -101,9 +101,9 @@ class FakeServer:
         """Listen again where it did before."""
         await self._listen(int(self.url.rpartition(":")[2]))
 
-    def stop_capture(self, reason: str) -> None:
-        """Say in the session record that capture has ended."""
-        self.record.state, self.record.error = "stopped", reason
+    def stop_capture(self, reason: str, kind: str | None = None) -> None:
+        """Say in the session record that capture has ended; ``kind`` is the error's class."""
+        self.record.state, self.record.error, self.record.error_kind = "stopped", reason, kind
         write_session(self.directory, self.record)
 
     async def _health(self, _: web.Request) -> web.Response:

@@ -86,11 +86,3 @@ def test_unarmed_taps_leave_a_foreign_collector_alone():
     theirs = Theirs()
     decoder(torch.zeros(1, 1), captured=theirs)
     assert len(theirs) == 5
-
-
-def test_removed_taps_are_gone():
-    decoder = Decoder(old=False, fused=False)
-    taps = Taps(decoder, make_columns((1,), Final.PRE_NORM))
-    taps.arm(lambda column, state: pytest.fail("a removed tap passed a state on"))
-    taps.remove()
-    decoder(torch.zeros(1, 1))

@@ -4,13 +4,16 @@ import json
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
+import typer
 from fake_server import INFO, make_sample
 
 from sglang_hs_capture.cli import main as main_module
 from sglang_hs_capture.cli import run as run_module
 from sglang_hs_capture.cli.main import main, split
+from sglang_hs_capture.cli.options import CaptureOptions
 from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.model_config import load_model_config
 from sglang_hs_capture.store.hashing import end_hash, prefix_hashes
@@ -111,6 +114,21 @@ def test_errors_are_one_line_with_a_code_of_their_own(capsys, tmp_path, model, d
 def test_a_model_is_needed_without_a_server(capsys, tmp_path, data):
     code, _, err = call(capsys, "run", "--data", data, "--output", tmp_path / "out")
     assert (code, "--model: expected a directory or a hub id" in err) == (2, True)
+
+
+def test_commands_that_set_up_a_capture_have_the_same_options_for_it():
+    commands = typer.main.get_command(main_module.app).commands
+    offered = {
+        name: {
+            parameter.name: (parameter.opts, parameter.help, parameter.default)
+            for parameter in commands[name].params
+            if parameter.name in {field.name for field in fields(CaptureOptions)}
+        }
+        for name in ("run", "serve", "prepare")
+    }
+    assert len(offered["run"]) == len(fields(CaptureOptions))
+    assert offered["run"] == offered["serve"] == offered["prepare"]
+    assert not any(parameter.name == "capture" for command in commands.values() for parameter in command.params)
 
 
 def test_debug_keeps_the_traceback(monkeypatch, tmp_path):

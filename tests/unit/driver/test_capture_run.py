@@ -21,10 +21,19 @@ from sglang_hs_capture.driver.pump import PumpSettings
 from sglang_hs_capture.driver.run import CaptureRun, RunSettings
 from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.driver.target import RunningServer
-from sglang_hs_capture.errors import DatasetLockedError, HsCaptureError
+from sglang_hs_capture.driver.watch import SessionWatch
+from sglang_hs_capture.errors import (
+    DatasetLockedError,
+    DiskFullError,
+    EngineError,
+    GuardError,
+    HsCaptureError,
+    StoreError,
+)
 from sglang_hs_capture.store.index import load_index
 from sglang_hs_capture.store.requests import RequestLedger
 from sglang_hs_capture.store.schema import sample_key
+from sglang_hs_capture.store.session import read_sessions
 
 NAMES = [f"s{i}" for i in range(12)]
 FAST = DeliverySettings(attempts=3, ack_timeout_s=0.3, grace_s=2.0)
@@ -263,7 +272,7 @@ def test_capture_that_stopped_ends_the_run_and_keeps_what_was_acknowledged(tmp_p
     async def during(server: FakeServer) -> None:
         while len(server.requests) < len(NAMES):
             await asyncio.sleep(0.01)
-        server.stop_capture("/data: no space: less than 2.0 GB free")
+        server.stop_capture("/data: no space: less than 2.0 GB free", "DiskFullError")
 
     summary, _, _ = run(
         tmp_path,
@@ -277,6 +286,26 @@ def test_capture_that_stopped_ends_the_run_and_keeps_what_was_acknowledged(tmp_p
     assert "all acknowledged samples are safe" in summary.ended
     assert summary.captured == 3
     assert len(ids(tmp_path)) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "raised", "code"),
+    [
+        ("DiskFullError", DiskFullError, 4),
+        ("GuardError", GuardError, 3),
+        ("EngineError", EngineError, 6),
+        (None, StoreError, 4),
+        ("LaterError", StoreError, 4),
+    ],
+)
+def test_capture_that_stopped_is_told_by_the_class_of_its_reason(tmp_path, kind, raised, code):
+    server = FakeServer(tmp_path)
+    server.stop_capture("there is room for doubt", kind)
+    watch = SessionWatch(tmp_path, read_sessions(tmp_path))
+    with pytest.raises(HsCaptureError, match="capture has stopped: there is room for doubt") as caught:
+        watch.check()
+    assert type(caught.value) is raised
+    assert caught.value.exit_code == code
 
 
 def test_a_connection_that_breaks_once_costs_one_attempt(tmp_path):

@@ -16,7 +16,7 @@ from sglang_hs_capture.driver import server as server_module
 from sglang_hs_capture.driver.client import ServerClient
 from sglang_hs_capture.driver.launch import LaunchPlan
 from sglang_hs_capture.driver.server import ManagedServer, free_port
-from sglang_hs_capture.errors import EngineError, GuardError
+from sglang_hs_capture.errors import DatasetMismatchError, EngineError, GuardError
 
 # Plays SGLang: writes a session record if told to, serves /health, and may die before.
 SCRIPT = """
@@ -31,8 +31,9 @@ if mode == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if mode != "builtin":
     record = SessionRecord(writer="dp0-pp0", session_id="1", pid=os.getpid(), host="h", run_id="r1", state="ready")
-    if mode == "refused":
+    if mode.startswith("refused"):
         record.state, record.error = "refused", "mixed chunks; remove --enable-mixed-chunk"
+        record.error_kind = mode.partition(":")[2] or None
     write_session(directory, record)
 if mode == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -106,7 +107,9 @@ def test_a_server_that_does_not_heed_sigterm_is_killed(tmp_path, monkeypatch):
     [
         ("dies", EngineError, "RuntimeError: no memory for the weights"),
         ("killed", EngineError, "killed by SIGKILL"),
-        ("refused", GuardError, "mixed chunks"),
+        ("refused:GuardError", GuardError, "the server refused to capture: mixed chunks"),
+        ("refused:DatasetMismatchError", DatasetMismatchError, "the server refused to capture: mixed chunks"),
+        ("refused", GuardError, "the server refused to capture: mixed chunks"),
         (
             "builtin",
             EngineError,

@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from sglang_hs_capture.store.identity import model_identity
 from sglang_hs_capture.store.session import (
     Counters,
     SessionRecord,
+    is_running,
     read_session,
     read_sessions,
     session_path,
@@ -81,6 +84,14 @@ def test_unknown_fields_are_passed_over_and_missing_ones_told(tmp_path: Path) ->
         read_session(path)
 
 
+def test_a_record_of_an_older_release_has_no_kind_of_error(tmp_path: Path) -> None:
+    raw = make_record().to_json()
+    del raw["error_kind"]
+    session_path(tmp_path, "dp0-pp0").write_text(json.dumps(raw))
+    (record,) = read_sessions(tmp_path)
+    assert record.error_kind is None
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{"])
 def test_what_is_no_record_is_told(tmp_path: Path, text: str) -> None:
     path = session_path(tmp_path, "dp0-pp0")
@@ -90,3 +101,27 @@ def test_what_is_no_record_is_told(tmp_path: Path, text: str) -> None:
     path.write_text('{"format": "other", "version": 1}')
     with pytest.raises(StoreError, match="expected the format"):
         read_session(path)
+
+
+def test_a_record_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    path = session_path(tmp_path, "dp0-pp0")
+    path.mkdir()
+    with pytest.raises(StoreError, match=r"session-dp0-pp0.json: could not read: Is a directory"):
+        read_session(path)
+
+
+def test_a_process_is_running_gone_or_out_of_sight(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = make_record()
+    record.pid, record.host = os.getpid(), socket.gethostname()
+    assert is_running(record) is True
+    record.pid = 2**22 + 1  # above the kernel's largest
+    assert is_running(record) is False
+    record.host = "elsewhere"
+    assert is_running(record) is None
+
+    def refuse(pid: int, signum: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refuse)
+    record.host = socket.gethostname()
+    assert is_running(record) is True

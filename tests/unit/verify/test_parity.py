@@ -33,7 +33,7 @@ class Samples:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_kimi_k25(tmp_path_factory.mktemp("kimi"), num_layers=3)
+    return make_kimi_k25(tmp_path_factory.mktemp("kimi"), num_hidden_layers=3)
 
 
 def captured(model: Path, lengths: list[int], columns: list[str] = COLUMNS) -> Samples:

@@ -32,6 +32,7 @@ def test_on_a_full_disk_the_reserve_makes_room_for_the_reason(tmp_path, monkeypa
     mine.stopped(DiskFullError("the disk is full"), Counters(rows=7))
     (session,) = read_sessions(tmp_path)
     assert (session.state, session.error, session.counters.rows) == ("stopped", "the disk is full", 7)
+    assert session.error_kind == "DiskFullError"
 
 
 def test_an_error_that_nobody_foresaw_is_named_with_its_type(tmp_path):
@@ -39,7 +40,7 @@ def test_an_error_that_nobody_foresaw_is_named_with_its_type(tmp_path):
     mine.ready()
     mine.stopped(ValueError("odd\nshape"), Counters())
     (session,) = read_sessions(tmp_path)
-    assert session.error == "ValueError: odd shape"
+    assert (session.error, session.error_kind) == ("ValueError: odd shape", None)
 
 
 def test_a_refusal_does_not_hide_a_live_session(tmp_path, monkeypatch):
@@ -57,6 +58,23 @@ def test_a_refusal_takes_the_place_of_a_dead_session(tmp_path):
     reporter(tmp_path, "second").refused(GuardError("no graph"))
     (session,) = read_sessions(tmp_path)
     assert (session.run_id, session.state, session.error) == ("second", "refused", "no graph")
+    assert session.error_kind == "GuardError"
+
+
+def test_a_refusal_takes_the_place_of_a_session_whose_process_id_is_now_its_own(tmp_path):
+    reporter(tmp_path, "before").ready()
+    reporter(tmp_path, "second").refused(GuardError("no graph"))
+    (session,) = read_sessions(tmp_path)
+    assert (session.run_id, session.state) == ("second", "refused")
+
+
+def test_a_refusal_does_not_hide_a_session_of_another_host(tmp_path):
+    there = reporter(tmp_path, "there")
+    there.describe(host="elsewhere")
+    there.ready()
+    reporter(tmp_path, "second").refused(GuardError("no graph"))
+    (session,) = read_sessions(tmp_path)
+    assert (session.run_id, session.state) == ("there", "ready")
 
 
 @pytest.mark.parametrize("now", [True, False])
