@@ -1,27 +1,52 @@
-"""Prefill throughput with capture off, on, and with SGLang's own ``return_hidden_states``, alternating on one server.
+"""Prefill throughput with capture off, on, and with SGLang's own ``return_hidden_states``; and the memory it takes.
 
-The server runs the capture classes throughout: "off" sends the same kind of prompts under ids that are not captured, so
-that the two differ in nothing but the capture. Dummy weights; states go to ``--output`` (a memory-backed file system
-measures the engine's side alone, a disk measures the disk).
+First SGLang's own class is served, without the plugin, then the capture class. On the latter the three kinds of round
+take turns: "off" sends the same kind of prompts under ids that are not captured, so that it differs from "on" in
+nothing but the capture. A round with capture has two rates: until the last answer, and until the last sample was
+acknowledged. A ring that takes in a whole round makes the first one look good whatever the disk can do, so a last,
+longer phase, off and on, keeps the same number of prompts in flight without a break ("sustained").
 
-    python -m benchmarks.capture_overhead --shape eight-layers --output /dev/shm/states --results benchmarks/results
+Both servers get a KV cache of the same size, so that the device memory in use differs by what the capture takes. It is
+read after the warm-up, when both have run a full load, and once more at the end.
+
+Dummy weights; states go to ``--output`` (a memory-backed file system measures the engine's side alone, a disk measures
+the disk), which needs room for the states of the largest phase. Finished shards are removed between the rounds.
+
+    python -m benchmarks.capture_overhead --shape eight-layers --output /dev/shm/states --results benchmarks/results \\
+        -- --chunked-prefill-size 8192
 """
 
 import argparse
-import json
 import os
 import shutil
 import statistics
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.load import Timing, machine, random_prompts, run_round, served
+from benchmarks.load import (
+    Timing,
+    device_memory,
+    machine,
+    random_prompts,
+    run_round,
+    served,
+    server_flags,
+    server_memory,
+    stable_seed,
+    text_config,
+)
+from benchmarks.report import Report, plain
 from benchmarks.shapes import SHAPES, write_model
 from sglang_hs_capture.store.session import read_sessions
 
-KINDS = ("off", "on")
+OFF, ON, LISTS = "off", "on", "return_hidden_states"
 WRITER = "dp0-pp0"
+# Three boundaries and the final state, two bytes an element: the capture's defaults.
+STATES_BYTES = 4 * 2
+RESERVE_BYTES = 2**30
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -29,10 +54,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="eight-layers")
     parser.add_argument("--output", type=Path, required=True, help="where the states go; emptied before the run")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--prompts", type=int, default=64, help="prompts in flight in each round")
+    parser.add_argument("--prompts", type=int, default=64, help="prompts in flight")
     parser.add_argument("--length", type=int, default=2048, help="tokens a prompt")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--return-hidden-states-prompts", type=int, default=4, help="0 leaves this baseline out")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each kind")
+    parser.add_argument("--return-hidden-states-prompts", type=int, default=2, help="0 leaves this baseline out")
+    parser.add_argument("--sustained-rounds", type=int, default=4, help="rounds back to back; 0 leaves this phase out")
+    parser.add_argument(
+        "--skip-upstream", action="store_true", help="do not serve SGLang's own class: no memory figure"
+    )
     parser.add_argument("--ring-gib", type=float, default=4.0)
     parser.add_argument("--cpu", action="store_true", help="run on the CPU platform, to try the script")
     parser.add_argument("--model", type=Path, help="a model directory in place of the shape, to try the script")
@@ -40,89 +69,171 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def flags(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    capture = {
-        "output_dir": str(arguments.output.resolve()),
-        "ring_bytes": int(arguments.ring_gib * 2**30),
-        "min_free_bytes": 0,
-    }
-    environment = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_hs_capture.models"}
-    if arguments.cpu:
-        environment["SGLANG_PLATFORM"] = "hs_capture_cpu"
-    return [
-        *("--model-impl", "sglang", "--load-format", "dummy", "--skip-tokenizer-init", "--disable-radix-cache"),
-        *("--disable-prefill-cuda-graph", "--disable-decode-cuda-graph", "--enable-return-hidden-states"),
-        *("--json-model-override-args", json.dumps({"hs_capture": capture})),
-        *arguments.sglang,
-    ], environment
+@dataclass
+class Measured:
+    """What one server showed: its rounds by kind, the sustained phase, device memory, and what it says of its own."""
+
+    timings: dict[str, list[Timing]] = field(default_factory=dict)
+    sustained: dict[str, Timing] = field(default_factory=dict)
+    warm_bytes: int | None = None
+    end_bytes: int | None = None
+    server: dict[str, Any] = field(default_factory=dict)
 
 
-def measure(url: str, arguments: argparse.Namespace, vocab_size: int) -> dict[str, list[Timing]]:
-    journal = arguments.output / f"journal-{WRITER}.jsonl"
-    timings: dict[str, list[Timing]] = {kind: [] for kind in (*KINDS, "return_hidden_states")}
+class Load:
+    """Rounds of prompts for one server."""
 
-    def one(kind: str, number: int, count: int) -> Timing:
-        prompts = random_prompts(count, arguments.length, vocab_size, seed=hash((kind, number)) % 2**31)
-        prefix = "hs-" if kind == "on" else ""
-        rids = [f"{prefix}{kind}-{number}-{i}" for i in range(count)]
-        fields = {"return_hidden_states": True} if kind == "return_hidden_states" else {}
-        return run_round(url, prompts, rids, journal=journal if kind == "on" else None, **fields)
+    def __init__(self, url: str, arguments: argparse.Namespace, vocab_size: int) -> None:
+        self._url, self._arguments, self._vocab_size = url, arguments, vocab_size
+        self._journal = arguments.output / f"journal-{WRITER}.jsonl"
 
-    for kind in KINDS:
-        one(kind, -1, arguments.prompts)  # the first prefill compiles kernels
+    def round(self, kind: str, number: int, times: int = 1) -> Timing:
+        """Send a round of a kind, or several of them back to back; ``number`` makes the prompts' own."""
+        a = self._arguments
+        in_flight = a.return_hidden_states_prompts if kind == LISTS else a.prompts
+        count = in_flight * times
+        prompts = random_prompts(count, a.length, self._vocab_size, stable_seed(kind, number, times))
+        prefix = "hs-" if kind == ON else ""
+        timing = run_round(
+            self._url,
+            prompts,
+            [f"{prefix}{kind}-{number}-{times}-{i}" for i in range(count)],
+            in_flight=in_flight,
+            journal=self._journal if kind == ON else None,
+            **({"return_hidden_states": True} if kind == LISTS else {}),
+        )
+        remove_finished(a.output)
+        acknowledged = f", {timing.acknowledged_rate:10.0f} to the last acknowledgement" if kind == ON else ""
+        print(f"{kind:>20} {number:3}: {timing.rate:10.0f} tokens/s{acknowledged}", flush=True)
+        return timing
+
+
+def remove_finished(output: Path) -> None:
+    """Remove finished shards; the benchmark reads none."""
+    for shard in output.glob("shards/*.safetensors"):
+        shard.unlink()
+
+
+def measure(load: Load, url: str, kinds: Sequence[str], arguments: argparse.Namespace) -> Measured:
+    """Warm up and run the rounds of all kinds in turn, then the sustained phase."""
+    found = Measured({kind: [] for kind in kinds})
+    for kind in kinds:
+        if kind != LISTS:
+            load.round(kind, -1)  # the first prefill compiles kernels
+    found.warm_bytes = device_memory()
     for number in range(arguments.rounds):
-        for kind in KINDS if number % 2 else reversed(KINDS):
-            timings[kind].append(one(kind, number, arguments.prompts))
-            print(f"round {number} {kind:>4}: {timings[kind][-1].rate:10.0f} tokens/s", flush=True)
-    for number in range(2 if arguments.return_hidden_states_prompts else 0):
-        timings["return_hidden_states"].append(
-            one("return_hidden_states", number, arguments.return_hidden_states_prompts)
-        )
-    return timings
+        shift = number % len(kinds)
+        for kind in (*kinds[shift:], *kinds[:shift]):
+            found.timings[kind].append(load.round(kind, number))
+    if arguments.sustained_rounds:
+        for kind in kinds:
+            if kind != LISTS:
+                found.sustained[kind] = load.round(kind, 0, arguments.sustained_rounds)
+    found.end_bytes, found.server = device_memory(), server_memory(url)
+    return found
 
 
-def summarise(timings: dict[str, list[Timing]]) -> dict[str, Any]:
-    summary: dict[str, Any] = {}
-    for kind, rounds in timings.items():
-        if rounds:
-            rates = sorted(t.rate for t in rounds)
-            summary[kind] = {"tokens_per_s": statistics.median(rates), "lowest": rates[0], "highest": rates[-1]}
-    pairs = zip(timings["off"], timings["on"], strict=True)
-    summary["on/off"] = statistics.median(on.rate / off.rate for off, on in pairs)
-    summary["acknowledged after the last answer, s"] = statistics.median(
-        t.acknowledged_s - t.answered_s for t in timings["on"] if t.acknowledged_s is not None
+def build_report(arguments: argparse.Namespace, label: str, plugin: Measured, upstream: Measured | None) -> Report:
+    """Series, ratios and figures of the measurements."""
+    off, on = plugin.timings[OFF], plugin.timings[ON]
+    series = {} if upstream is None else {"SGLang's own class": [t.rate for t in upstream.timings[OFF]]}
+    series |= {
+        "capture off": [t.rate for t in off],
+        "capture on, by answers": [t.rate for t in on],
+        "capture on, by acknowledgement": [t.acknowledged_rate for t in on],
+    }
+    ratios = {
+        "on / off, by answers": [b.rate / a.rate for a, b in zip(off, on, strict=True)],
+        "on / off, by acknowledgement": [b.acknowledged_rate / a.rate for a, b in zip(off, on, strict=True)],
+    }
+    if upstream is not None:
+        own = statistics.median(series["SGLang's own class"])
+        ratios["off / SGLang's own class"] = [t.rate / own for t in off]
+    if lists := plugin.timings.get(LISTS):
+        series["`return_hidden_states`"] = [t.rate for t in lists]
+        ratios["on, by acknowledgement / `return_hidden_states`"] = [
+            a.acknowledged_rate / b.rate for a, b in zip(on, lists, strict=True)
+        ]
+    if plugin.sustained:
+        without, captured = plugin.sustained[OFF], plugin.sustained[ON]
+        series |= {
+            "sustained, capture off": [without.rate],
+            "sustained, capture on, by answers": [captured.rate],
+            "sustained, capture on, by acknowledgement": [captured.acknowledged_rate],
+        }
+        ratios["sustained, on / off, by acknowledgement"] = [captured.acknowledged_rate / without.rate]
+    lags = [t.acknowledged_s - t.answered_s for t in on if t.acknowledged_s is not None]
+    figures: dict[str, float | None] = {"acknowledged after the last answer, median, s": statistics.median(lags)}
+    if upstream is not None:
+        figures |= {
+            "extra device memory with capture, GB": _difference(plugin.warm_bytes, upstream.warm_bytes),
+            "the same after all rounds, GB": _difference(plugin.end_bytes, upstream.end_bytes),
+        }
+    details = {"plugin": _details(plugin)} | ({} if upstream is None else {"upstream": _details(upstream)})
+    return Report(
+        "capture_overhead",
+        label,
+        "tokens/s",
+        machine(),
+        plain(arguments),
+        series=series,
+        ratios=ratios,
+        figures=figures,
+        details=details,
     )
-    if timings["return_hidden_states"]:
-        summary["on/return_hidden_states"] = (
-            summary["on"]["tokens_per_s"] / summary["return_hidden_states"]["tokens_per_s"]
+
+
+def _difference(more: int | None, less: int | None) -> float | None:
+    return None if more is None or less is None else (more - less) / 1e9
+
+
+def _details(measured: Measured) -> dict[str, Any]:
+    rounds = {kind: [vars(t) for t in timings] for kind, timings in measured.timings.items()}
+    sustained = {kind: vars(timing) for kind, timing in measured.sustained.items()}
+    return {**vars(measured), "timings": rounds, "sustained": sustained}
+
+
+def check_room(arguments: argparse.Namespace, hidden_size: int) -> None:
+    """End now if the states of the largest phase do not fit."""
+    tokens = arguments.prompts * arguments.length * max(1, arguments.sustained_rounds)
+    needed, free = tokens * hidden_size * STATES_BYTES + RESERVE_BYTES, shutil.disk_usage(arguments.output).free
+    if free < needed:
+        raise SystemExit(
+            f"{arguments.output}: {tokens:,} tokens in one phase need {needed / 1e9:.1f} GB and there are "
+            f"{free / 1e9:.1f} GB: give another --output, or lower --sustained-rounds or --prompts"
         )
-    return summary
 
 
 def main() -> None:
     arguments = parse_arguments()
     shutil.rmtree(arguments.output, ignore_errors=True)
-    shape = SHAPES[arguments.shape]
-    command, environment = flags(arguments)
-    with tempfile.TemporaryDirectory() as temporary:
-        model = arguments.model or write_model(Path(temporary, "model"), shape)
-        log = Path(os.environ.get("HS_BENCHMARK_LOG", str(Path(temporary, "server.log"))))
-        with served(model, log, command, environment) as url:
-            timings = measure(url, arguments, 2000 if arguments.model else shape.vocab_size)
-            (session,) = read_sessions(arguments.output)
-    result = {
-        "benchmark": "capture_overhead",
-        "machine": machine(),
-        "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items()},
-        "summary": summarise(timings),
-        "rounds": {kind: [vars(t) for t in rounds] for kind, rounds in timings.items()},
-        "session_counters": vars(session.counters),
+    arguments.output.mkdir(parents=True)
+    capture = {
+        "output_dir": str(arguments.output.resolve()),
+        "ring_bytes": int(arguments.ring_gib * 2**30),
+        "min_free_bytes": 0,
     }
-    arguments.results.mkdir(parents=True, exist_ok=True)
+    kinds = (OFF, ON, LISTS) if arguments.return_hidden_states_prompts else (OFF, ON)
+    found: dict[str, Measured] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        model = arguments.model or write_model(Path(temporary, "model"), SHAPES[arguments.shape])
+        config = text_config(model)
+        check_room(arguments, config["hidden_size"])
+        log = Path(os.environ.get("HS_BENCHMARK_LOG", str(Path(temporary, "server.log"))))
+        for name in ("plugin",) if arguments.skip_upstream else ("upstream", "plugin"):
+            flags, environment = server_flags(capture if name == "plugin" else None, cpu=arguments.cpu)
+            flags += ["--load-format", "dummy", "--disable-decode-cuda-graph", "--enable-return-hidden-states"]
+            # A KV cache of the same size on both, and no larger than what is in flight.
+            flags += ["--max-total-tokens", str(arguments.prompts * (arguments.length + 64)), *arguments.sglang]
+            with served(model, log, flags, environment) as url:
+                served_kinds = kinds if name == "plugin" else tuple(kind for kind in kinds if kind != ON)
+                found[name] = measure(Load(url, arguments, config["vocab_size"]), url, served_kinds, arguments)
+        (session,) = read_sessions(arguments.output)
     label = arguments.model.name if arguments.model else arguments.shape
-    name = f"capture_overhead-{label}-sglang{result['machine']['sglang']}.json"
-    (arguments.results / name).write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps({"model": label, **result["summary"], "counters": result["session_counters"]}, indent=2))
+    report = build_report(arguments, label, found["plugin"], found.get("upstream"))
+    report.details["session_counters"] = vars(session.counters)
+    report.write(arguments.results)
+    print(report.markdown())
 
 
 if __name__ == "__main__":

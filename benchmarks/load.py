@@ -1,16 +1,19 @@
 """A server to measure, and load for it: many prompts in flight, timed from the first request to the last answer."""
 
 import asyncio
+import contextlib
 import json
 import os
 import platform
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
+import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,13 +24,19 @@ import aiohttp
 from sglang_hs_capture.store.journal import JournalTail
 
 START_TIMEOUT_S = 420.0
+# Without any acknowledgement for so long, a round has failed.
+SILENCE_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One measured round: seconds to the last answer and, where samples were captured, to the last acknowledgement."""
+    """One measured round: seconds to the last answer and, where samples were captured, to the last acknowledgement.
+
+    ``tokens`` are those of the prompts, ``generated`` those of the answers.
+    """
 
     tokens: int
+    generated: int
     answered_s: float
     acknowledged_s: float | None
 
@@ -36,8 +45,39 @@ class Timing:
         """Prompt tokens per second, by answers."""
         return self.tokens / self.answered_s
 
+    @property
+    def acknowledged_rate(self) -> float:
+        """Prompt tokens per second, until the last sample was on disk and acknowledged.
 
-@contextmanager
+        Raises:
+            ValueError: nothing was captured in this round.
+        """
+        if self.acknowledged_s is None:
+            raise ValueError("nothing was captured in this round, so nothing was acknowledged")
+        return self.tokens / self.acknowledged_s
+
+    @property
+    def generated_rate(self) -> float:
+        """Generated tokens per second, by answers."""
+        return self.generated / self.answered_s
+
+
+def server_flags(capture: dict[str, Any] | None, *, cpu: bool) -> tuple[list[str], dict[str, str]]:
+    """Flags and environment of a server that does a benchmark's work, up to the weights.
+
+    Args:
+        capture: the capture's settings; None serves SGLang's own class, without the plugin.
+        cpu: run on the CPU platform.
+    """
+    flags = ["--model-impl", "sglang", "--skip-tokenizer-init", "--disable-radix-cache", "--disable-prefill-cuda-graph"]
+    environment = {"SGLANG_PLATFORM": "hs_capture_cpu"} if cpu else {}
+    if capture is not None:
+        flags += ["--json-model-override-args", json.dumps({"hs_capture": capture})]
+        environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "sglang_hs_capture.models"
+    return flags, environment
+
+
+@contextlib.contextmanager
 def served(model: Path, log: Path, flags: Sequence[str], environment: dict[str, str]) -> Iterator[str]:
     """Run ``sglang.launch_server`` and give its URL once it is healthy.
 
@@ -77,6 +117,17 @@ async def _healthy(url: str, process: "subprocess.Popen[bytes]", log: Path) -> N
     raise RuntimeError("the server did not become healthy:\n" + "\n".join(log.read_text().splitlines()[-40:]))
 
 
+def stable_seed(*parts: object) -> int:
+    """A seed that is the same in every process, unlike ``hash``, which is salted for strings."""
+    return zlib.crc32(repr(parts).encode())
+
+
+def text_config(model: Path) -> dict[str, Any]:
+    """The language model's part of a model directory's config."""
+    config = json.loads((model / "config.json").read_text())
+    return {**config, **config.get("text_config", {})}
+
+
 def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
     """``count`` prompts of ``length`` random tokens."""
     generator = random.Random(seed)
@@ -89,11 +140,25 @@ def run_round(
     rids: list[str],
     *,
     max_new_tokens: int = 0,
+    in_flight: int | None = None,
     journal: Path | None = None,
     **fields: Any,
 ) -> Timing:
-    """Send all prompts at once and time the answers; with ``journal``, also wait until all are acknowledged there."""
-    return asyncio.run(_round(url, prompts, rids, max_new_tokens, journal, fields))
+    """Send prompts, time the answers, and with ``journal`` also wait until all are acknowledged there.
+
+    Args:
+        url: the server's.
+        prompts: token ids.
+        rids: the prompts' request ids.
+        max_new_tokens: tokens to generate for each prompt, whatever they are.
+        in_flight: most prompts sent and not yet answered; all at once by default.
+        journal: the journal of the only writer.
+        fields: further fields of each request.
+
+    Raises:
+        RuntimeError: a request or a capture failed, or an answer has another length than ``max_new_tokens``.
+    """
+    return asyncio.run(_round(url, prompts, rids, max_new_tokens, in_flight or len(prompts), journal, fields))
 
 
 async def _round(
@@ -101,6 +166,7 @@ async def _round(
     prompts: list[list[int]],
     rids: list[str],
     max_new_tokens: int,
+    in_flight: int,
     journal: Path | None,
     fields: dict[str, Any],
 ) -> Timing:
@@ -113,36 +179,77 @@ async def _round(
         for rid, ids in zip(rids, prompts, strict=True)
     ]
     timeout = aiohttp.ClientTimeout(total=None)
+    window = asyncio.Semaphore(in_flight)
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=timeout, read_bufsize=2**24
     ) as session:
 
         async def send(body: bytes) -> None:
-            async with session.post(
-                url + "/generate", data=body, headers={"Content-Type": "application/json"}
-            ) as answer:
+            async with (
+                window,
+                session.post(url + "/generate", data=body, headers={"Content-Type": "application/json"}) as answer,
+            ):
                 content = await answer.read()
-                if answer.status != 200:
-                    raise RuntimeError(f"HTTP {answer.status}: {content[:500]!r}")
+            if answer.status != 200:
+                raise RuntimeError(f"HTTP {answer.status}: {content[:500]!r}")
+            if max_new_tokens:
+                _check_length(content, max_new_tokens)
 
         started = time.monotonic()
         await asyncio.gather(*map(send, bodies))
         answered = time.monotonic() - started
-    return Timing(sum(map(len, prompts)), answered, None if tail is None else await _acknowledged(tail, rids, started))
+    acknowledged = None if tail is None else await _acknowledged(tail, rids, started)
+    return Timing(sum(map(len, prompts)), max_new_tokens * len(prompts), answered, acknowledged)
 
 
-async def _acknowledged(tail: JournalTail, rids: list[str], started: float, timeout_s: float = 120) -> float:
-    missing = set(rids)
+def _check_length(content: bytes, expected: int) -> None:
+    """A server that stops early would seem to be fast."""
+    generated = json.loads(content)["meta_info"]["completion_tokens"]
+    if generated != expected:
+        raise RuntimeError(f"expected {expected} generated tokens, the server generated {generated}")
+
+
+async def _acknowledged(tail: JournalTail, rids: list[str], started: float) -> float:
+    missing, heard = set(rids), time.monotonic()
     while missing:
+        before = len(missing)
         for record in tail.poll():
             if record["t"] == "failed" and record["rid"] in missing:
                 raise RuntimeError(f"capture failed: {record}")
             if record["t"] == "sample":
                 missing.discard(record["rid"])
-        if time.monotonic() - started > timeout_s:
-            raise RuntimeError(f"{len(missing)} samples were not acknowledged within {timeout_s} s")
+        if len(missing) < before:
+            heard = time.monotonic()
+        if time.monotonic() - heard > SILENCE_TIMEOUT_S:
+            raise RuntimeError(
+                f"{len(missing)} samples are missing, and none was acknowledged for {SILENCE_TIMEOUT_S} s"
+            )
         await asyncio.sleep(0.005)
     return time.monotonic() - started
+
+
+def device_memory() -> int | None:
+    """Bytes of GPU memory in use, by all processes on all GPUs of the machine together; None without a GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return sum(map(int, done.stdout.split())) * 2**20 if done.returncode == 0 else None
+
+
+def server_memory(url: str) -> dict[str, Any]:
+    """What the server itself says of its memory: GiB of weights and KV cache, and tokens that the cache holds."""
+    with urllib.request.urlopen(url + "/server_info", timeout=60) as answer:
+        memory = json.load(answer)["internal_states"][0]["memory_usage"]
+    return dict(memory)
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def machine() -> dict[str, str]:
@@ -152,7 +259,7 @@ def machine() -> dict[str, str]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
         "gpu": gpu,
-        "cpu": platform.processor() or platform.machine(),
+        "cpu": _cpu_name(),
         "cores": str(os.cpu_count()),
         "python": platform.python_version(),
         "torch": torch.__version__,

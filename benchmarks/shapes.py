@@ -14,6 +14,25 @@ class Shape:
     experts: int
     vocab_size: int = 163840
 
+    def parameters(self) -> int:
+        """How many weights such a model has."""
+        c = self.config()
+        hidden, heads = c["hidden_size"], c["num_attention_heads"]
+        rope, nope, value, rank = c["qk_rope_head_dim"], c["qk_nope_head_dim"], c["v_head_dim"], c["kv_lora_rank"]
+        queries = hidden * c["q_lora_rank"] + c["q_lora_rank"] * (1 + heads * (nope + rope))
+        keys_and_values = hidden * (rank + rope) + rank * (1 + heads * (nope + value))
+        attention = queries + keys_and_values + heads * value * hidden + 2 * hidden  # with the layer's two norms
+        expert = 3 * hidden * c["moe_intermediate_size"]
+        sparse = (self.experts + c["n_shared_experts"]) * expert + self.experts * hidden
+        dense_layers = c["first_k_dense_replace"]
+        mlps = dense_layers * 3 * hidden * c["intermediate_size"] + (self.layers - dense_layers) * sparse
+        return self.layers * attention + mlps + 2 * self.vocab_size * hidden + hidden
+
+    def kv_bytes(self) -> int:
+        """Bytes of KV cache for each token in bfloat16: the compressed keys and values, and the rotated keys."""
+        c = self.config()
+        return 2 * self.layers * (int(c["kv_lora_rank"]) + int(c["qk_rope_head_dim"]))
+
     def config(self) -> dict[str, Any]:
         """The content of config.json: sizes from the public configs of DeepSeek-V3 and Kimi-K2."""
         return {
@@ -64,7 +83,11 @@ class Shape:
 
 
 SHAPES = {
-    # Kimi-K2.5's depth with as many experts as one card holds.
+    # Kimi-K2.5's depth, its first layer dense, with 16 of 384 experts so that it fits one H200, which has 150.7 GB
+    # (140.4 GiB). Billions of weights: attention 61 x 0.101 = 6.2, the dense layer 0.4, experts 60 x 17 x 0.044 = 44.9,
+    # embeddings and head 2.3; together 53.8, or 107.7 GB in bfloat16. SGLang keeps the two halves of each kv_b_proj a
+    # second time: 1.0 GB. The KV cache has 70 kB a token: 9.2 GB for 64 prompts of 2048 tokens. Two device buffers of a
+    # chunk of 8192 rows: 0.9 GB. Together 119 GB, which leaves 31 GB for activations and CUDA's own.
     "kimi-k2.5": Shape(layers=61, experts=16),
     # Four times the captured bytes per unit of compute.
     "eight-layers": Shape(layers=8, experts=64),

@@ -20,6 +20,7 @@ NEWEST_TESTED = (0, 5, 23)
 RELIED_ON = (
     "sglang.srt.runtime_context:get_server_args",
     "sglang.srt.runtime_context:get_parallel",
+    "sglang.srt.runtime_context:get_serving",
     "sglang.srt.model_executor.forward_context:get_req_to_token_pool",
     "sglang.srt.model_executor.forward_batch_info:ForwardBatch",
     "sglang.srt.model_executor.cuda_graph_config:check_cuda_graph_backend",
@@ -77,6 +78,7 @@ class EngineSettings:
     """The engine's settings that decide whether captured states would be right. Sizes are in tokens."""
 
     model_path: str
+    served_name: str
     context_length: int
     chunked_prefill_size: int
     max_prefill_tokens: int
@@ -120,7 +122,7 @@ def engine_settings() -> EngineSettings:
         Phase,
         check_cuda_graph_backend,
     )
-    from sglang.srt.runtime_context import get_server_args
+    from sglang.srt.runtime_context import get_server_args, get_serving
 
     args = get_server_args()
     model_config = ModelConfig.from_server_args(args)
@@ -129,6 +131,7 @@ def engine_settings() -> EngineSettings:
     context_parallel = max(int(_read(args, name) or 1) for name in ("attn_cp_size", "dcp_size")) > 1
     return EngineSettings(
         model_path=str(_read(args, "model_path")),
+        served_name=str(get_serving().served_model_name),
         context_length=int(model_config.context_len),
         chunked_prefill_size=int(_read(args, "chunked_prefill_size") or -1),
         max_prefill_tokens=int(_read(args, "max_prefill_tokens")),

@@ -109,6 +109,7 @@ def _attach(
         info,
         columns,
         session=session,
+        served_name=settings.served_name,
         device=next(decoder.norm.parameters()).device,
         staging_rows=chunk if chunk > 0 else settings.max_prefill_tokens,
         norm=decoder.norm,

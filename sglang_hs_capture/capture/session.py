@@ -96,6 +96,7 @@ class WritingCapture(Capture):
         columns: tuple[Column, ...],
         *,
         session: SessionRecord,
+        served_name: str,
         device: torch.device,
         staging_rows: int,
         norm: torch.nn.Module,
@@ -130,6 +131,7 @@ class WritingCapture(Capture):
             session.to_json(),
             [column.name for column in columns],
             list(compat.REFUSED_PROMPT),
+            served_name,
         )
         self._writer = Writer(memory, setup, self._writer_ended)
 

@@ -2,12 +2,14 @@
 
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from sglang_hs_capture.driver.summary import GB
 
@@ -23,15 +25,19 @@ class Snapshot:
         done: samples captured, there already, skipped or dropped.
         in_flight: samples sent and not yet acknowledged.
         tokens: tokens captured so far.
+        rows: rows written so far; fewer than tokens where prefixes are shared.
         bytes: bytes written so far.
-        blocked_s: time the ring was full.
+        blocked_s: time the model's forward waited because the ring was full.
+        disk_wait_s: time the writing side waited for the disk.
     """
 
     done: int
     in_flight: int
     tokens: int
+    rows: int
     bytes: int
     blocked_s: float
+    disk_wait_s: float
 
 
 class Rates:
@@ -75,21 +81,30 @@ class ProgressView:
         """Leave the screen in order."""
 
 
+class _BarAndDetail(Progress):
+    """A progress bar with a text of its own below, which may be longer than what a terminal has room for beside it."""
+
+    detail = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        yield Text(self.detail)
+
+
 class BarView(ProgressView):
-    """A progress bar on a terminal."""
+    """A progress bar on a terminal, and what is measured below it."""
 
     def __init__(self, console: Console, total: int | None) -> None:
         self._rates = Rates()
-        self._bar = Progress(
+        self._bar = _BarAndDetail(
             TextColumn("samples"),
             MofNCompleteColumn(),
             BarColumn(),
             TaskProgressColumn(),
-            TextColumn("{task.fields[detail]}"),
             TimeElapsedColumn(),
             console=console,
         )
-        self._task = self._bar.add_task("samples", total=total, detail="", start=True, visible=False)
+        self._task = self._bar.add_task("samples", total=total, start=True, visible=False)
         self._bar.start()
 
     def say(self, text: str) -> None:
@@ -97,12 +112,8 @@ class BarView(ProgressView):
 
     def update(self, snapshot: Snapshot) -> None:
         tokens_per_s, bytes_per_s = self._rates.update(time.monotonic(), snapshot.tokens, snapshot.bytes)
-        self._bar.update(
-            self._task,
-            completed=snapshot.done,
-            visible=True,
-            detail=_detail(snapshot, tokens_per_s, bytes_per_s),
-        )
+        self._bar.detail = _detail(snapshot, tokens_per_s, bytes_per_s)
+        self._bar.update(self._task, completed=snapshot.done, visible=True)
 
     def close(self) -> None:
         self._bar.stop()
@@ -132,8 +143,9 @@ class LineView(ProgressView):
 
 def _detail(snapshot: Snapshot, tokens_per_s: float, bytes_per_s: float) -> str:
     return (
-        f"{tokens_per_s:,.0f} tok/s, {bytes_per_s / GB:.3f} GB/s, {snapshot.in_flight:,} in flight, "
-        f"ring full {snapshot.blocked_s:.1f} s"
+        f"{snapshot.rows:,} rows, {snapshot.bytes / GB:.2f} GB, {tokens_per_s:,.0f} tok/s, "
+        f"{bytes_per_s / GB:.3f} GB/s, {snapshot.in_flight:,} in flight, "
+        f"ring full {snapshot.blocked_s:.1f} s, disk wait {snapshot.disk_wait_s:.1f} s"
     )
 
 

@@ -176,7 +176,9 @@ class Pump:
                 done=summary.captured + summary.already + left_out,
                 in_flight=self._window.prompts,
                 tokens=summary.tokens,
+                rows=counters.rows,
                 bytes=counters.bytes,
                 blocked_s=counters.blocked_s,
+                disk_wait_s=counters.disk_wait_s,
             )
         )

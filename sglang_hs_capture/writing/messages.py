@@ -25,6 +25,7 @@ class Setup:
         session: ``SessionRecord.to_json()``, complete but for the counters.
         columns: the columns that this process's rows have.
         placeholder: the prompt that SGLang runs in place of one that it refused.
+        served_name: the model's name in SGLang's metrics.
     """
 
     config: dict[str, Any]
@@ -32,6 +33,7 @@ class Setup:
     session: dict[str, Any]
     columns: list[str]
     placeholder: list[int]
+    served_name: str
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from sglang_hs_capture.writing.messages import (
     error_of,
     failure_of,
 )
+from sglang_hs_capture.writing.metrics import CaptureMetrics
 from sglang_hs_capture.writing.plan import BatchHeader
 from sglang_hs_capture.writing.reporter import SessionReporter
 
@@ -62,6 +63,7 @@ class WritingProcess:
         self._channel, self._memory, self._consumer = channel, memory, Consumer(memory)
         session = SessionRecord.from_json(setup.session, "the model's process")
         self._parent = session.pid
+        self._metrics = CaptureMetrics.if_enabled(session.writer, setup.served_name)
         self._reporter = SessionReporter(self._directory, session)
         self._store = StoreWriter.open(
             self._directory,
@@ -183,7 +185,10 @@ class WritingProcess:
         )
 
     def _report(self, now: bool) -> None:
-        self._reporter.progress(self._counters(), now=now)
+        counters = self._counters()
+        if self._metrics is not None:
+            self._metrics.update(counters)
+        self._reporter.progress(counters, now=now)
 
     def _stopped(self, error: Exception) -> None:
         self._consumer.close()

@@ -91,6 +91,7 @@ class ToyModel:
             info(),
             columns,
             session=session,
+            served_name="toy",
             device=torch.device("cpu"),
             staging_rows=64,
             norm=self.decoder.norm,

@@ -9,6 +9,7 @@ from sglang_hs_capture.compat import EngineSettings
 from sglang_hs_capture.errors import GuardError
 
 GOOD = EngineSettings(
+    served_name="m",
     model_path="m",
     context_length=4096,
     chunked_prefill_size=512,

@@ -33,7 +33,7 @@ from sglang_hs_capture.errors import (
 from sglang_hs_capture.store.index import load_index
 from sglang_hs_capture.store.requests import RequestLedger
 from sglang_hs_capture.store.schema import sample_key
-from sglang_hs_capture.store.session import read_sessions
+from sglang_hs_capture.store.session import Counters, read_sessions, write_session
 
 NAMES = [f"s{i}" for i in range(12)]
 FAST = DeliverySettings(attempts=3, ack_timeout_s=0.3, grace_s=2.0)
@@ -92,6 +92,19 @@ def test_everything_is_captured_once_and_accounted_for(tmp_path):
     assert summary.exit_code == 0
     assert view.snapshots[-1].done == 12
     assert summary.blocked_s == 0.0, "what the session did before this run is not this run's"
+
+
+def test_the_progress_shows_what_the_writers_count(tmp_path):
+    async def count(server):
+        while not server.requests:
+            await asyncio.sleep(0.01)
+        server.record.counters = Counters(rows=1060, bytes=960, blocked_s=5.25, disk_wait_s=0.5)
+        write_session(tmp_path, server.record)
+
+    # A sample that is not acknowledged keeps the run going until the counters have been read.
+    _, _, view = run(tmp_path, samples(), behave=lambda number, rid: "lost" if number == 0 else "ok", during=count)
+    last = view.snapshots[-1]
+    assert (last.done, last.rows, last.bytes, last.blocked_s, last.disk_wait_s) == (12, 60, 960, 0.25, 0.5)
 
 
 def test_a_second_run_has_nothing_to_do_and_asks_no_server(tmp_path):

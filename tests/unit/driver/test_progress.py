@@ -2,14 +2,18 @@
 
 import io
 import json
+import re
+from dataclasses import replace
 
 from rich.console import Console
 
 from sglang_hs_capture.data.records import InputProblem
+from sglang_hs_capture.driver import progress
 from sglang_hs_capture.driver.progress import BarView, LineView, Rates, Snapshot, make_view
 from sglang_hs_capture.driver.summary import SHOWN_PROBLEMS, Summary
 
-SNAPSHOT = Snapshot(done=3, in_flight=7, tokens=1000, bytes=2_000_000, blocked_s=1.25)
+SNAPSHOT = Snapshot(done=3, in_flight=7, tokens=2000, rows=1234, bytes=2_340_000_000, blocked_s=1.25, disk_wait_s=0.75)
+DETAIL = "1,234 rows, 2.34 GB, 0 tok/s, 0.000 GB/s, 7 in flight, ring full 1.2 s, disk wait 0.8 s"
 
 
 def test_rates_are_those_of_the_last_moments():
@@ -28,8 +32,21 @@ def test_a_pipe_gets_a_line_now_and_then():
     view.update(SNAPSHOT)
     view.update(SNAPSHOT)
     assert stream.getvalue().splitlines() == [
-        "3 of 10 samples, 0 tok/s, 0.000 GB/s, 7 in flight, ring full 1.2 s",
+        f"3 of 10 samples, {DETAIL}",
     ]
+
+
+def test_rates_are_shown_as_they_are_now(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    stream = io.StringIO()
+    view = LineView(stream, total=None, interval_s=0.0)
+    view.update(SNAPSHOT)
+    now = 102.0
+    view.update(replace(SNAPSHOT, tokens=82_000, rows=61_234, bytes=5_340_000_000, disk_wait_s=1.5))
+    assert stream.getvalue().splitlines()[-1] == (
+        "3 samples, 61,234 rows, 5.34 GB, 40,000 tok/s, 1.500 GB/s, 7 in flight, ring full 1.2 s, disk wait 1.5 s"
+    )
 
 
 def test_a_terminal_gets_a_bar():
@@ -40,7 +57,15 @@ def test_a_terminal_gets_a_bar():
     shown = console.file.getvalue()
     assert "[not markup] hello" in shown
     assert "3/10" in shown
-    assert "7 in flight" in shown
+    assert DETAIL in shown
+
+
+def test_a_narrow_terminal_cuts_nothing_off():
+    console = Console(file=io.StringIO(), force_terminal=True, width=60)
+    with BarView(console, total=10) as view:
+        view.update(SNAPSHOT)
+    shown = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", console.file.getvalue())
+    assert " ".join(shown.split()).endswith(DETAIL)
 
 
 def test_the_summary_says_what_was_done_in_words():

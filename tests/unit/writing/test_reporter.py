@@ -12,8 +12,8 @@ from sglang_hs_capture.writing import reporter as reporter_module
 from sglang_hs_capture.writing.reporter import SessionReporter
 
 
-def reporter(directory: Path, run_id: str = "r", pid: int | None = None) -> SessionReporter:
-    record = SessionRecord("dp0-pp0", "5e55", pid or os.getpid(), socket.gethostname(), run_id=run_id)
+def reporter(directory: Path, run_id: str = "r", pid: int | None = None, host: str = "") -> SessionReporter:
+    record = SessionRecord("dp0-pp0", "5e55", pid or os.getpid(), host or socket.gethostname(), run_id=run_id)
     return SessionReporter(directory, record)
 
 
@@ -43,11 +43,10 @@ def test_an_error_that_nobody_foresaw_is_named_with_its_type(tmp_path):
     assert (session.error, session.error_kind) == ("ValueError: odd shape", None)
 
 
-def test_a_refusal_does_not_hide_a_live_session(tmp_path, monkeypatch):
+def test_a_refusal_does_not_hide_a_live_session(tmp_path):
     live = reporter(tmp_path, "live")
     live.ready()
-    monkeypatch.setattr(reporter_module.os, "getpid", os.getppid)
-    reporter(tmp_path, "second").refused(GuardError("locked"))
+    reporter(tmp_path, "second", pid=os.getppid()).refused(GuardError("locked"))
     (session,) = read_sessions(tmp_path)
     assert (session.run_id, session.state) == ("live", "ready")
 
@@ -69,8 +68,7 @@ def test_a_refusal_takes_the_place_of_a_session_whose_process_id_is_now_its_own(
 
 
 def test_a_refusal_does_not_hide_a_session_of_another_host(tmp_path):
-    there = reporter(tmp_path, "there")
-    there.describe(host="elsewhere")
+    there = reporter(tmp_path, "there", host="elsewhere")
     there.ready()
     reporter(tmp_path, "second").refused(GuardError("no graph"))
     (session,) = read_sessions(tmp_path)
