@@ -88,11 +88,11 @@ class Load:
         self._journal = arguments.output / f"journal-{WRITER}.jsonl"
 
     def round(self, kind: str, number: int, times: int = 1) -> Timing:
-        """Send a round of a kind, or several of them back to back; ``number`` makes the prompts' own."""
+        """Send one round, or several back to back; ``off`` and ``on`` of the same ``number`` have the same prompts."""
         a = self._arguments
         in_flight = a.return_hidden_states_prompts if kind == LISTS else a.prompts
         count = in_flight * times
-        prompts = random_prompts(count, a.length, self._vocab_size, stable_seed(kind, number, times))
+        prompts = random_prompts(count, a.length, self._vocab_size, stable_seed(number, times))
         prefix = "hs-" if kind == ON else ""
         timing = run_round(
             self._url,

@@ -26,7 +26,7 @@ class Shape:
         sparse = (self.experts + c["n_shared_experts"]) * expert + self.experts * hidden
         dense_layers = c["first_k_dense_replace"]
         mlps = dense_layers * 3 * hidden * c["intermediate_size"] + (self.layers - dense_layers) * sparse
-        return self.layers * attention + mlps + 2 * self.vocab_size * hidden + hidden
+        return int(self.layers * attention + mlps + 2 * self.vocab_size * hidden + hidden)
 
     def kv_bytes(self) -> int:
         """Bytes of KV cache for each token in bfloat16: the compressed keys and values, and the rotated keys."""

@@ -152,3 +152,29 @@ def test_a_plugin_that_captured_too_little_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(decode_overhead, "SILENCE_TIMEOUT_S", 0.1)
     with pytest.raises(RuntimeError, match="expected 64 captured samples, there are 63"):
         decode_overhead.captured_samples(tmp_path, 64)
+
+
+def test_off_and_on_of_a_number_have_the_same_prompts_and_only_one_is_captured(tmp_path, monkeypatch):
+    sent = []
+
+    def run_round(url, prompts, rids, *, in_flight, journal, **fields):
+        sent.append((prompts, rids[0], in_flight, journal, fields))
+        return Timing(6, 0, 1.0, 2.0)
+
+    monkeypatch.setattr(capture_overhead, "run_round", run_round)
+    (tmp_path / "shards").mkdir()
+    finished, unfinished = tmp_path / "shards/a.safetensors", tmp_path / "shards/b.partial"
+    for file in (finished, unfinished):
+        file.touch()
+    arguments = argparse.Namespace(output=tmp_path, prompts=2, length=3, return_hidden_states_prompts=1)
+    load = capture_overhead.Load("", arguments, vocab_size=100)
+    for kind in (OFF, ON, LISTS):
+        load.round(kind, 5, times=2)
+    off, on, lists = sent
+    journal = tmp_path / "journal-dp0-pp0.jsonl"
+    assert off[0] == on[0]
+    assert [len(prompt) for prompt in off[0]] == [3, 3, 3, 3]
+    assert off[1:] == ("off-5-2-0", 2, None, {})
+    assert on[1:] == ("hs-on-5-2-0", 2, journal, {})
+    assert lists[1:] == ("return_hidden_states-5-2-0", 1, None, {"return_hidden_states": True})
+    assert (finished.exists(), unfinished.exists()) == (False, True)
