@@ -10,10 +10,10 @@ def pack_state(
 ) -> None:
     """Gather rows of one captured state, cast them, and write them as one column of the packed rows.
 
-    With ``out`` in float8 e4m3 each row is divided by a scale of its own, its largest absolute value divided by 448, and
-    the quotient is rounded to nearest even; divisions are those of IEEE float32. ``scales_from_absmax`` gives the same
-    scales from ``absmax``. A row is stored as zeros if its scale is 0 (its largest value is 0, or below 3.2e-43) or
-    infinite.
+    With ``out`` in float8 e4m3 each row is divided by a scale of its own, its largest absolute value divided by 448,
+    and the quotient is rounded to nearest even; divisions are those of IEEE float32. ``scales_from_absmax`` gives the
+    same scales from ``absmax``. A row is stored as zeros if its scale is 0 (its largest value is 0, or below 3.2e-43)
+    or infinite.
 
     Args:
         state: ``[N, H]`` floating point, the state of every row of the forward; rows may be strided.
