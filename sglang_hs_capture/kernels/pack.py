@@ -48,9 +48,19 @@ def default_launch(hidden: int) -> Launch:
 
 
 @triton.jit
-def _magnitude(values):  # type: ignore[no-untyped-def]
+def _wide(values, NATIVE: tl.constexpr):  # type: ignore[no-untyped-def]
+    if values.dtype == tl.bfloat16 and not NATIVE:
+        # In integers, since the interpreter's own conversion makes zeros of subnormal values.
+        wide = (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = values.to(tl.float32)
+    return wide
+
+
+@triton.jit
+def _magnitude(values, NATIVE: tl.constexpr):  # type: ignore[no-untyped-def]
     # Bits without the sign, which as integers are ordered like absolute values, NaN above infinity.
-    return values.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return _wide(values, NATIVE).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
@@ -61,15 +71,17 @@ def _largest(magnitudes):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _cast(values, DTYPE: tl.constexpr, NATIVE: tl.constexpr):  # type: ignore[no-untyped-def]
-    if DTYPE == tl.bfloat16 and values.dtype != tl.bfloat16 and not NATIVE:
+    if values.dtype == DTYPE:
+        stored = values
+    elif DTYPE == tl.bfloat16 and not NATIVE:
         # Round to nearest even in integers: the interpreter's own cast truncates.
-        wide = values.to(tl.float32)
+        wide = _wide(values, NATIVE)
         pattern = wide.to(tl.uint32, bitcast=True)
         rounded = (pattern + 0x7FFF + ((pattern >> 16) & 1)) >> 16
         rounded = tl.where(wide == wide, rounded, 0x7FC0)
         stored = rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
-        stored = values.to(DTYPE)
+        stored = _wide(values, NATIVE).to(DTYPE)
     return stored
 
 
@@ -147,8 +159,8 @@ def _pack_kernel(  # type: ignore[no-untyped-def]
         if SCALED:
             offsets = tl.arange(0, BLOCK)
             mask = offsets < HIDDEN
-            values = tl.load(source_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-            largest = _largest(_magnitude(values))
+            values = _wide(tl.load(source_ptr + offsets, mask=mask, other=0.0), NATIVE)
+            largest = _largest(_magnitude(values, NATIVE))
             stored = _scaled(values, largest, NATIVE, NATIVE_FLOAT8)
             tl.store(target_ptr + offsets, stored, mask=mask, cache_modifier=STORE_CACHE)
         else:
@@ -159,7 +171,7 @@ def _pack_kernel(  # type: ignore[no-untyped-def]
                 values = tl.load(source_ptr + offsets, mask=mask, other=0.0)
                 stored = _cast(values, out_ptr.dtype.element_ty, NATIVE)
                 tl.store(target_ptr + offsets, stored, mask=mask, cache_modifier=STORE_CACHE)
-                magnitudes = tl.maximum(magnitudes, _magnitude(stored))
+                magnitudes = tl.maximum(magnitudes, _magnitude(stored, NATIVE))
             largest = _largest(magnitudes)
         tl.store(absmax_ptr + row * absmax_stride + column, largest)
 

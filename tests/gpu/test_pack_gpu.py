@@ -27,7 +27,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def make_state(n_rows: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of all magnitudes, values of many within each; zeros of both signs, a zero row, subnormals, halfway cases."""
+    """Rows of all magnitudes, many in each; zeros of both signs, a zero row, subnormals, halfway cases."""
     generator = torch.Generator().manual_seed(hidden)
     values = torch.randn(n_rows, hidden, generator=generator, dtype=torch.float64)
     values *= 2.0 ** torch.randint(-16, 1, (n_rows, hidden), generator=generator)

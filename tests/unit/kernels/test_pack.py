@@ -22,7 +22,7 @@ def make_state(n: int, hidden: int, dtype: torch.dtype, seed: int = 0) -> torch.
         -6, 4, (n, hidden), generator=generator
     )
     flat = values.view(-1)
-    special = torch.tensor([0.0, -0.0, 1.00390625, 1.01171875, -1.00390625, 6.0e-8, 1e-30, 65504.0, -3.0])
+    special = torch.tensor([0.0, -0.0, 1.00390625, 1.01171875, -1.00390625, 6.0e-8, 1e-30, 1e-40, 65504.0, -3.0])
     flat[: min(len(special), flat.numel())] = special[: flat.numel()]
     return values.to(dtype).to(DEVICE)
 
@@ -50,6 +50,16 @@ def test_kernel_equals_reference_in_all_dtypes(source, stored, n_rows, hidden):
     assert torch.equal(bits(outs[0]), bits(outs[1]))
     assert torch.equal(maxima[0], maxima[1])
     assert torch.equal(bits(outs[0][:, 1]), bits(state[rows].to(stored)))
+
+
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_subnormal_values_are_kept(source, stored):
+    state = torch.tensor([[1e-40, -3e-39, 2e-45], [0.0, 0.0, 2e-40]]).to(source).to(DEVICE)
+    outs, maxima = run_both(state, None, 2, stored, column=0, columns=1)
+    assert torch.equal(bits(outs[0]), bits(outs[1]))
+    assert torch.equal(maxima[0], maxima[1])
+    assert (maxima[0] > 0).all()
 
 
 def test_only_its_column_is_written():
