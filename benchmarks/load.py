@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +145,14 @@ async def _acknowledged(tail: JournalTail, rids: list[str], started: float, time
     return time.monotonic() - started
 
 
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        # Benchmarks of a part run without SGLang.
+        return "none"
+
+
 def machine() -> dict[str, str]:
     """Hardware, versions and the time, for every result file."""
     import torch
@@ -156,7 +164,7 @@ def machine() -> dict[str, str]:
         "cores": str(os.cpu_count()),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": version("triton"),
-        "sglang": version("sglang"),
+        "triton": _version("triton"),
+        "sglang": _version("sglang"),
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     }

@@ -23,6 +23,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,9 +86,8 @@ def name(dtype: torch.dtype) -> str:
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """A table of rows with the same keys; fractions get three digits."""
-    cells = [[f"{v:.3g}" if isinstance(v, float) and v < 100 else f"{v:,.0f}" if isinstance(v, float) else str(v)
-              for v in row.values()] for row in rows]  # fmt: skip
+    """A table of rows with the same keys."""
+    cells = [[_cell(value) for value in row.values()] for row in rows]
     lines = [list(rows[0]), ["---"] * len(rows[0]), *cells]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -99,7 +99,9 @@ def _cell(value: Any) -> str:
 
 
 def write_results(arguments: argparse.Namespace, benchmark: str, **content: Any) -> None:
-    """Write ``<benchmark>.json`` with arguments and machine; also of a trial on a CPU, which its arguments tell."""
+    """Write ``<benchmark>.json`` with arguments and machine; a trial on a CPU goes to ``<benchmark>-cpu.json``."""
+    if arguments.cpu:
+        benchmark += "-cpu"
     result = {
         "benchmark": benchmark,
         "machine": machine(),
@@ -191,10 +193,8 @@ def copy_rate(nbytes: int, sizes: Sizes) -> list[float]:
     half = min(nbytes // 2, sizes.copy_bytes)
     source = torch.ones(sizes.copy_bytes, dtype=torch.uint8, device=sizes.device)
     target = torch.empty_like(source)
-    works = [
-        lambda start=start: target[start : start + half].copy_(source[start : start + half])
-        for start in range(0, sizes.copy_bytes - half + 1, half)
-    ]
+    starts = range(0, sizes.copy_bytes - half + 1, half)
+    works = [partial(target[a : a + half].copy_, source[a : a + half]) for a in starts]
     return [2 * half / seconds / 1e9 for seconds in measure(works, sizes)]
 
 
@@ -215,8 +215,8 @@ def compare(sizes: Sizes, ceiling: float) -> list[dict[str, Any]]:
     table = []
     for (source, stored), n_rows, gather in itertools.product(PAIRS, sizes.rows, (False, True)):
         work = units(source, stored, n_rows, gather, sizes)
-        kernel = statistics.median(measure([lambda u=u: pack(u) for u in work], sizes))
-        plain = statistics.median(measure([lambda u=u: plain_torch(u) for u in work], sizes))
+        kernel = statistics.median(measure([partial(pack, unit) for unit in work], sizes))
+        plain = statistics.median(measure([partial(plain_torch, unit) for unit in work], sizes))
         same = statistics.median(copy_rate(work[0].nbytes, sizes))
         rate = work[0].nbytes / kernel / 1e9
         table.append(
@@ -254,7 +254,7 @@ def sweep(sizes: Sizes, ceiling: float) -> list[dict[str, Any]]:
     for source, stored in PAIRS:
         work = units(source, stored, sizes.sweep_rows, True, sizes)
         for launch in launches(sizes.hidden, stored):
-            seconds = statistics.median(measure([lambda u=u, at=launch: pack(u, at) for u in work], sizes))
+            seconds = statistics.median(measure([partial(pack, unit, launch) for unit in work], sizes))
             rate = work[0].nbytes / seconds / 1e9
             table.append(
                 {
@@ -282,17 +282,17 @@ def main() -> None:
     ceiling = statistics.median(copy_rate(2 * sizes.copy_bytes, sizes))
     release()
     table = (sweep if arguments.sweep else compare)(sizes, ceiling)
+    print(f"copy on the device: {ceiling:,.0f} GB/s, read and written\n")
+    print(markdown(table))
+    if arguments.sweep:
+        best = {(row["from"], row["to"]): row for row in reversed(table)}
+        print("\nbest:\n\n" + markdown(list(best.values())))
     write_results(
         arguments,
         "pack_kernel_sweep" if arguments.sweep else "pack_kernel",
         sizes=asdict(sizes),
         **{"copy, GB/s": ceiling, "table": table, "seconds": time.monotonic() - started},
     )
-    print(f"copy on the device: {ceiling:,.0f} GB/s, read and written\n")
-    print(markdown(table))
-    if arguments.sweep:
-        best = {(row["from"], row["to"]): row for row in reversed(table)}
-        print("\nbest:\n\n" + markdown(list(best.values())))
 
 
 if __name__ == "__main__":
