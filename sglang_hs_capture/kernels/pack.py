@@ -90,8 +90,8 @@ def _quotient(values, scale, NATIVE: tl.constexpr):  # type: ignore[no-untyped-d
     """``values / scale`` in float32, rounded as IEEE 754 wants; ``scale`` is finite, positive, and one for all."""
     if NATIVE:
         # The reciprocal is computed once a row, and two exact remainders correct the quotient (Markstein's theorem):
-        # six multiplications, plain or fused, in the place of a division, whose instructions would cost more time than
-        # the memory does. The signs are such that a negative zero stays one.
+        # six multiplications, plain or fused, in the place of a division, with its checks and branches, an element.
+        # The signs are such that a negative zero stays one.
         lift = tl.where(scale < _SMALL_SCALE, _LIFT, 1.0)
         scale *= lift
         negated = values * -lift
