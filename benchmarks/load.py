@@ -15,7 +15,7 @@ import urllib.request
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +252,14 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        # Benchmarks of a part run without SGLang.
+        return "none"
+
+
 def machine() -> dict[str, str]:
     """Hardware, versions and the time, for every result file."""
     import torch
@@ -263,7 +271,7 @@ def machine() -> dict[str, str]:
         "cores": str(os.cpu_count()),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": version("triton"),
-        "sglang": version("sglang"),
+        "triton": _version("triton"),
+        "sglang": _version("sglang"),
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     }

@@ -22,7 +22,7 @@ def make_state(n: int, hidden: int, dtype: torch.dtype, seed: int = 0) -> torch.
         -6, 4, (n, hidden), generator=generator
     )
     flat = values.view(-1)
-    special = torch.tensor([0.0, -0.0, 1.00390625, 1.01171875, -1.00390625, 6.0e-8, 1e-30, 65504.0, -3.0])
+    special = torch.tensor([0.0, -0.0, 1.00390625, 1.01171875, -1.00390625, 6.0e-8, 1e-30, 1e-40, 65504.0, -3.0])
     flat[: min(len(special), flat.numel())] = special[: flat.numel()]
     return values.to(dtype).to(DEVICE)
 
@@ -50,6 +50,16 @@ def test_kernel_equals_reference_in_all_dtypes(source, stored, n_rows, hidden):
     assert torch.equal(bits(outs[0]), bits(outs[1]))
     assert torch.equal(maxima[0], maxima[1])
     assert torch.equal(bits(outs[0][:, 1]), bits(state[rows].to(stored)))
+
+
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_subnormal_values_are_kept(source, stored):
+    state = torch.tensor([[1e-40, -3e-39, 2e-45], [0.0, 0.0, 2e-40]]).to(source).to(DEVICE)
+    outs, maxima = run_both(state, None, 2, stored, column=0, columns=1)
+    assert torch.equal(bits(outs[0]), bits(outs[1]))
+    assert torch.equal(maxima[0], maxima[1])
+    assert (maxima[0] > 0).all()
 
 
 def test_only_its_column_is_written():
@@ -110,6 +120,53 @@ def test_a_bounded_grid_writes_every_row(programs):
     assert torch.equal(bits(out[:, 0]), bits(state[rows]))
 
 
+@pytest.mark.parametrize("stored", [*DTYPES, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "launch",
+    [
+        pack.Launch(block=512, warps=4, rows=3),
+        pack.Launch(block=256, warps=1, store_cache=""),
+        pack.Launch(block=64, warps=1),
+        pack.Launch(block=32, warps=2, rows=2),
+    ],
+)
+def test_no_launch_changes_a_result(stored, launch):
+    state = make_state(8, 130, torch.float32)
+    rows = torch.tensor([7, 0, 5, 5, 2, 1, 3], device=DEVICE)
+    results = []
+    for options in ({"launch": launch, "programs": None}, {"launch": launch, "programs": 2}, {}):
+        if stored == torch.float8_e4m3fn and launch.block < 130 and options:
+            continue
+        out = torch.zeros((7, 2, 130), dtype=stored, device=DEVICE)
+        absmax = torch.zeros((7, 2), device=DEVICE)
+        pack.pack_state(state, rows, out, absmax, 1, **options)
+        results.append((out, absmax))
+    expected, largest = torch.zeros_like(results[-1][0]), torch.zeros((7, 2), device=DEVICE)
+    reference.pack_state(state, rows, expected, largest, 1)
+    for out, absmax in results:
+        assert torch.equal(bits(out), bits(expected))
+        assert torch.equal(absmax, largest)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "block", "warps"), [(1, 1, 1), (100, 128, 1), (2048, 2048, 2), (7168, 8192, 8), (40000, 65536, 16)]
+)
+def test_default_launch_holds_a_row(hidden, block, warps):
+    assert pack.default_launch(hidden) == pack.Launch(block=block, warps=warps)
+
+
+def test_float8_needs_a_block_that_holds_a_row():
+    with pytest.raises(ValueError, match="at least 130 elements for float8, got 128"):
+        pack.pack_state(
+            torch.zeros(2, 130),
+            None,
+            torch.zeros(2, 1, 130, dtype=torch.float8_e4m3fn),
+            torch.zeros(2, 1),
+            0,
+            launch=pack.Launch(block=128, warps=1),
+        )
+
+
 def test_zero_rows_are_no_work():
     out = torch.empty(0, 2, 8)
     pack.pack_state(torch.zeros(3, 8), None, out, torch.empty(0, 2), 0)
@@ -122,6 +179,7 @@ def test_zero_rows_are_no_work():
         (torch.zeros(8, 2).T, None, torch.zeros(2, 1, 8), 0, "state: expected"),
         (torch.zeros(1, 8), None, torch.zeros(2, 1, 8), 0, "at least 2 rows"),
         (torch.zeros(2, 8), None, torch.zeros(2, 1, 8), 1, "column in"),
+        (torch.zeros(2, 8), None, torch.zeros(2, 1, 8, dtype=torch.float8_e5m2), 0, "out: expected one of"),
         (torch.zeros(2, 8), torch.zeros(2, dtype=torch.int32), torch.zeros(2, 1, 8), 0, "rows: expected int64"),
     ],
 )
