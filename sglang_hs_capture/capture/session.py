@@ -111,7 +111,7 @@ class WritingCapture(Capture):
         super().__init__(taps, config.rid_prefix)
         self._columns, self._device, self._norm, self._info = columns, device, norm, info
         self._directory = Path(config.output_dir)
-        memory = RingMemory.create(config.ring_bytes, info.row_bytes)
+        memory = self._memory = RingMemory.create(config.ring_bytes, info.row_bytes)
         self._staging = Staging(
             device,
             staging_rows,

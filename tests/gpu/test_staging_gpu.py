@@ -22,7 +22,7 @@ HIDDEN, COLUMNS = 7168, 4
 ROW_BYTES = COLUMNS * HIDDEN * 2
 ROOT = Path(__file__).parents[2]
 
-# Takes pieces as soon as the doorbell rings, keeps each state's beginning and end, and overwrites what it read. At first
+# Takes pieces as soon as the doorbell rings, keeps each state's ends, and overwrites what it read. At first
 # it is slow, so that the ring fills; later the device is, so that the doorbell is waited for.
 READER = """
 import sys, time

@@ -78,10 +78,13 @@ def info(**changes: Any) -> DatasetInfo:
 class ToyModel:
     """Serves prompts one forward after the other; the states of a token depend on the token and on its place."""
 
-    def __init__(self, directory: Path, *, norm_dtype: torch.dtype = torch.bfloat16, **settings: Any) -> None:
+    def __init__(
+        self, directory: Path, *, norm_dtype: torch.dtype = torch.bfloat16, device: str = "cpu", **settings: Any
+    ) -> None:
         defaults = {"ring_bytes": 2**20, "shard_bytes": 2**16, "min_free_bytes": 0, "commit_interval_s": 0.02}
         config = CaptureConfig(output_dir=str(directory), layers=(1,), dtype="float32", **defaults | settings)
-        self.decoder = Decoder(norm_dtype)
+        self.device = torch.device(device)
+        self.decoder = Decoder(norm_dtype).to(self.device)
         columns = make_columns((1,), Final.PRE_NORM)
         taps = Taps(self.decoder, columns)
         session = SessionRecord("dp0-pp0", "5e55" * 8, os.getpid(), socket.gethostname())
@@ -92,11 +95,11 @@ class ToyModel:
             columns,
             session=session,
             served_name="toy",
-            device=torch.device("cpu"),
+            device=self.device,
             staging_rows=64,
             norm=self.decoder.norm,
         )
-        self.table = torch.zeros(64, 4096, dtype=torch.int32)
+        self.table = torch.zeros(64, 4096, dtype=torch.int32, device=self.device)
         self.next_slot = 1
         self.lines: dict[str, int] = {}
 
@@ -114,6 +117,10 @@ class ToyModel:
 
     def forward(self, *parts: tuple[str, list[int], int, int]) -> torch.Tensor:
         """Run one prefill forward of ``(rid, prompt, start, end)`` parts."""
+        return self.run(*self.prepare(*parts))
+
+    def prepare(self, *parts: tuple[str, list[int], int, int]) -> tuple[torch.Tensor, SimpleNamespace]:
+        """The decoder's input and the batch of one forward, on the device."""
         lines = [self.lines.setdefault(rid, len(self.lines) % 64) for rid, *_ in parts]
         slots = []
         for line, (_, _, start, end) in zip(lines, parts, strict=True):
@@ -126,14 +133,19 @@ class ToyModel:
             rids=[part[0] for part in parts],
             extend_prefix_lens_cpu=[part[2] for part in parts],
             extend_seq_lens_cpu=[part[3] - part[2] for part in parts],
-            input_ids=torch.tensor(list(chain.from_iterable(p[s:e] for _, p, s, e in parts))),
-            out_cache_loc=torch.cat(slots),
-            orig_seq_lens=torch.tensor([len(part[1]) for part in parts]),
-            req_pool_indices=torch.tensor(lines),
+            input_ids=torch.tensor(list(chain.from_iterable(p[s:e] for _, p, s, e in parts))).to(self.device),
+            out_cache_loc=torch.cat(slots).to(self.device),
+            orig_seq_lens=torch.tensor([len(part[1]) for part in parts]).to(self.device),
+            req_pool_indices=torch.tensor(lines).to(self.device),
         )
+        return torch.cat([self.hidden(p, s, e) for _, p, s, e in parts]).to(self.device), batch
+
+    def run(self, hidden: torch.Tensor, batch: SimpleNamespace) -> torch.Tensor:
+        """One forward."""
         compat.req_to_token = lambda: self.table  # outside a server there is no pool to ask
         with self.capture.forward(batch):
-            return self.decoder(torch.cat([self.hidden(p, s, e) for _, p, s, e in parts]))
+            out: torch.Tensor = self.decoder(hidden)
+        return out
 
     def close(self) -> None:
         self.capture.close()

@@ -211,3 +211,21 @@ def test_a_bad_row_fails_its_sample_alone(tmp_path):
     assert set(samples(tmp_path)) == {"hs-good"}
     (failed,) = [record for record in journal(tmp_path) if record["t"] == "failed"]
     assert (failed["rid"], failed["reason"]) == ("hs-bad", "non_finite")
+
+
+def test_with_a_slow_disk_and_a_ring_that_is_overwritten_nothing_is_lost(tmp_path, monkeypatch):
+    shim = Path(__file__).parents[2] / "slow_disk"
+    monkeypatch.setenv("PYTHONPATH", str(shim))
+    monkeypatch.setenv("HS_DISK_BYTES_PER_S", "4e6")
+    model = ToyModel(tmp_path)
+    prompts = {f"hs-{n}": [n + 1 + k % 7 for k in range(1 + 137 * n % 900)] for n in range(64)}
+    for first in range(0, 64, 4):
+        rids = [f"hs-{n}" for n in range(first, first + 4)]
+        model.forward(*((rid, prompts[rid], 0, len(prompts[rid])) for rid in rids))
+    blocked = model.capture._memory.blocked_s
+    model.close()
+    stored = samples(tmp_path)
+    assert set(stored) == set(prompts)
+    for rid, prompt in prompts.items():
+        assert torch.equal(stored[rid], ToyModel.states(prompt)), rid
+    assert blocked > 0.1, "the ring never filled"
