@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,13 +12,17 @@ from typing import Any
 
 from sglang_hs_capture.store import fs
 
-CHANGING = ("open", "pwrite", "fsync", "rename", "unlink", "mkdir", "ftruncate")
+CHANGING = ("open", "pwrite", "pwritev", "fsync", "rename", "unlink", "mkdir", "ftruncate")
 
 
 class FaultyOS:
-    """Counts the calls that change something, and consults ``before`` ahead of each."""
+    """Counts the calls that change something, and consults ``before`` ahead of each.
+
+    A ``pwritev`` passes for a ``pwrite`` of all its bytes. The store's threads call one after the other.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
         self.steps = 0
         self.calls: list[str] = []
 
@@ -29,12 +34,16 @@ class FaultyOS:
         def call(*args: Any) -> Any:
             if name == "open" and not args[1] & os.O_CREAT:
                 return real(*args)
-            step, self.steps = self.steps, self.steps + 1
-            self.calls.append(name)
-            self.before(step, name, args)
-            result = real(*args)
-            self.after(name, args, result)
-            return result
+            kind, told = name, args
+            if name == "pwritev":
+                kind, told = "pwrite", (args[0], b"".join(args[1]), args[2])
+            with self._lock:
+                step, self.steps = self.steps, self.steps + 1
+                self.calls.append(kind)
+                self.before(step, kind, told)
+                result = real(*args)
+                self.after(kind, told, result)
+                return result
 
         return call
 
@@ -88,6 +97,8 @@ class ShortWrites(FaultyOS):
     def _counted(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         if name == "pwrite":
             return lambda fd, data, offset: os.pwrite(fd, data[:3], offset)
+        if name == "pwritev":
+            return lambda fd, views, offset: os.pwrite(fd, views[0][:3], offset)
         return super()._counted(name, real)
 
     def preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int:
@@ -120,7 +131,7 @@ class ForgetfulOS(FaultyOS):
         self._held: list[int] = []
 
     def before(self, step: int, name: str, args: tuple[Any, ...]) -> None:
-        if step == self.loss_step:
+        if step >= self.loss_step:
             raise PowerLossError
 
     def after(self, name: str, args: tuple[Any, ...], result: Any) -> None:
@@ -177,6 +188,14 @@ class ForgetfulOS(FaultyOS):
             durable = self.content.get(inode, b"")
             now = current.get(inode, durable)
             (target / name).write_bytes(_mix(name, durable, now, rng) if rng else durable)
+
+
+def join_store_threads() -> None:
+    """Wait until the threads of all stores whose disk has failed for good have ended."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("hs-capture-store"):
+            thread.join(30)
+            assert not thread.is_alive()
 
 
 def close_all_below(root: Path) -> None:

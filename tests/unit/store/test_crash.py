@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from faulty_disk import ForgetfulOS, KillAt, PowerLossError, close_all_below, disk
+from faulty_disk import ForgetfulOS, KillAt, PowerLossError, close_all_below, disk, join_store_threads
 from safetensors import safe_open
 from toy_store import append_tokens, open_store, put_sample, states_of
 
@@ -205,7 +205,7 @@ def test_power_loss_at_every_step(directory: Path, seed: int | None) -> None:
                 capture(root / "data", acknowledged.extend)
                 lost = False
             except PowerLossError:
-                pass
+                join_store_threads()
         forgetful.materialise(root / "after", None if seed is None else random.Random(seed * 1000 + step))
         close_all_below(root)
         check_survived(root / "after" / "data", set(acknowledged))
