@@ -34,8 +34,8 @@ from sglang_hs_capture.store.schema import (
 from sglang_hs_capture.store.session import utc_now
 from sglang_hs_capture.store.shard import ShardLayout, pack_tokens
 
-# Whether states are written past the page cache where nobody says.
-DIRECT = False
+# Whether states are written past the page cache where nobody says: benchmarks/store.py compares both ways.
+DIRECT = True
 
 
 class StoreWriter:

@@ -1,10 +1,12 @@
 """Disks that fail: stand-ins for the ``os`` module that the store's ``fs`` calls."""
 
+import errno
 import os
 import random
 import signal
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -55,12 +57,26 @@ class FaultyOS:
 
 
 class KillAt(FaultyOS):
-    """Ends this process by SIGKILL at a step, writing half of what a write was to write if ``torn``."""
+    """Ends this process by SIGKILL at a step, writing half of what a write was to write if ``torn``.
 
-    def __init__(self, step: int, torn: bool) -> None:
+    Each ``fsync`` takes ``sync_s`` seconds more than it does, while other threads go on.
+    """
+
+    def __init__(self, step: int, torn: bool, sync_s: float = 0.0) -> None:
         super().__init__()
         self.kill_step = step
         self.torn = torn
+        self.sync_s = sync_s
+
+    def _counted(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        counted = super()._counted(name, real)
+
+        def call(*args: Any) -> Any:
+            if name == "fsync":
+                time.sleep(self.sync_s)
+            return counted(*args)
+
+        return call
 
     def before(self, step: int, name: str, args: tuple[Any, ...]) -> None:
         if step == self.kill_step:
@@ -89,6 +105,47 @@ class FailAt(FaultyOS):
             fd, data, offset = args
             os.pwrite(fd, data[: len(data) // 2], offset)
         raise OSError(self.code, os.strerror(self.code))
+
+
+class GatedOS(FaultyOS):
+    """Keeps calls of one name, on paths with a part, waiting until ``gate`` is set; all others go on.
+
+    Attributes:
+        reached: a call waits, or has waited.
+    """
+
+    def __init__(self, name: str, path_part: str) -> None:
+        super().__init__()
+        self.name, self.path_part = name, path_part
+        self.reached, self.gate = threading.Event(), threading.Event()
+
+    def _counted(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        counted = super()._counted(name, real)
+
+        def call(*args: Any) -> Any:
+            if name == self.name and self.path_part in path_of(args[0]):
+                self.reached.set()
+                assert self.gate.wait(60)
+            return counted(*args)
+
+        return call
+
+
+class FullAfter(GatedOS):
+    """A disk that takes only so many bytes of states, the last of them in a short write."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__("pwritev", ".partial")
+        self.room = room
+
+    def pwritev(self, fd: int, views: list[memoryview], offset: int) -> int:
+        self.reached.set()
+        assert self.gate.wait(60)
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = os.pwrite(fd, b"".join(views)[: self.room], offset)
+        self.room -= written
+        return written
 
 
 class ShortWrites(FaultyOS):
