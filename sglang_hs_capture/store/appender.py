@@ -85,6 +85,9 @@ class Appender:
         self._health = health
         self._direct = direct
         self._changed = health.changed
+        # Each thread is woken for its own work only: a wake-up for nothing takes the interpreter's lock from another.
+        self._writable = health.condition()
+        self._hashable = health.condition()
         self._to_write: deque[Piece] = deque()
         self._to_hash: deque[Piece] = deque()
         self._unsettled: deque[Piece] = deque()
@@ -117,7 +120,8 @@ class Appender:
                 piece.number = self._last
             self._to_write.extend(pieces)
             self._to_hash.extend(pieces)
-            self._changed.notify_all()
+            self._writable.notify()
+            self._hashable.notify()
 
     def wait(self, number: int) -> None:
         """Wait until the piece of this number is settled, well or not."""
@@ -128,7 +132,8 @@ class Appender:
         """End the threads once all pieces are settled, and close the shards as they are."""
         with self._changed:
             self._stopping = True
-            self._changed.notify_all()
+            self._writable.notify()
+            self._hashable.notify()
         for thread in self._threads:
             thread.join()
         for shard in self.shards.values():
@@ -152,13 +157,13 @@ class Appender:
 
     def _next_batch(self) -> list[Piece] | None:
         """The next pieces that can be written in one go; none where one can be settled; None at the end."""
-        with self._changed:
+        with self._writable:
             while not self._to_write:
                 if self._unsettled and self._unsettled[0].hashed:
                     return []
                 if self._ending and not self._unsettled:
                     return None
-                self._changed.wait()
+                self._writable.wait()
             batch = [self._to_write.popleft()]
             size = batch[0].states.nbytes
             while self._to_write and len(batch) < _BATCH_PIECES:
@@ -217,13 +222,13 @@ class Appender:
                     piece.xxh3 = piece.run.hasher.intdigest()
             except BaseException as error:
                 self._health.fail(error)
-            with self._changed:
+            with self._writable:
                 piece.hashed = True
-                self._changed.notify_all()
+                self._writable.notify()
 
     def _next_to_hash(self) -> Piece | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._to_hash or self._ending)
+        with self._hashable:
+            self._hashable.wait_for(lambda: self._to_hash or self._ending)
             return self._to_hash.popleft() if self._to_hash else None
 
 

@@ -51,6 +51,7 @@ class Commits:
         self._appender = appender
         self._journal = journal
         self._changed = health.changed
+        self._asked = health.condition()
         self._waiting: Request | None = None
         self._begun = 0
         self._done = 0
@@ -75,7 +76,7 @@ class Commits:
             request.runs += runs
             request.records += records
             request.full += full
-            self._changed.notify_all()
+            self._asked.notify()
             return request.number
 
     def wait(self, number: int) -> None:
@@ -93,7 +94,7 @@ class Commits:
         """End the thread once all commits asked for have ended."""
         with self._changed:
             self._stopping = True
-            self._changed.notify_all()
+            self._asked.notify()
         self._thread.join()
 
     def _commit_all(self) -> None:
@@ -109,8 +110,8 @@ class Commits:
                 self._changed.notify_all()
 
     def _next(self) -> Request | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._stopping or self._health.failed is not None)
+        with self._asked:
+            self._asked.wait_for(lambda: self._waiting or self._stopping or self._health.failed is not None)
             if self._health.failed is not None:
                 return None
             request, self._waiting = self._waiting, None

@@ -22,7 +22,7 @@ class DiskHealth:
     in a ``lasting`` step, ends everything: nobody can say what became of the pages. From then on no step is begun.
 
     Attributes:
-        changed: the condition of a writer's threads: notified at a failure here, and by them at what they have done.
+        changed: notified when rows or a commit are done with, and at a failure.
         full: why nothing more may be appended.
         failed: why nothing more may be written at all; anything but a ``StoreError`` is a mistake in this project.
         wait_s: seconds that the writer's owner has waited for its threads.
@@ -34,10 +34,18 @@ class DiskHealth:
         self._unchecked_bytes = 0
         self._seconds: dict[Work, float] = {"write": 0.0, "sync": 0.0}
         self._untold = False
-        self.changed = threading.Condition()
+        self._lock = threading.RLock()
+        self.changed = threading.Condition(self._lock)
+        self._conditions = [self.changed]
         self.full: BaseException | None = None
         self.failed: BaseException | None = None
         self.wait_s = 0.0
+
+    def condition(self) -> threading.Condition:
+        """A further condition under the lock of ``changed``, for one thread's work; also notified at a failure."""
+        condition = threading.Condition(self._lock)
+        self._conditions.append(condition)
+        return condition
 
     @contextmanager
     def step(self, path: Path, action: str, work: Work, *, lasting: bool) -> Iterator[None]:
@@ -79,7 +87,8 @@ class DiskHealth:
                 else:
                     self.full = error
                 self._untold = True
-            self.changed.notify_all()
+            for condition in self._conditions:
+                condition.notify_all()
 
     def fail_unless_remembered(self, error: BaseException) -> None:
         """Remember what ended a thread's work: a step has remembered its own failure, all else is a mistake."""
