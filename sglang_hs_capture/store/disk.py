@@ -1,74 +1,138 @@
 """How a writer's disk fares: the time it takes, the room it has left, and which failures end what."""
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal, NoReturn
 
 from sglang_hs_capture.errors import DiskFullError, StoreError
 from sglang_hs_capture.store import fs
 
 _SPACE_CHECK_BYTES = 64 << 20
 
+Work = Literal["write", "sync"]
+
 
 class DiskHealth:
-    """Remembers the first failure of a writer's disk.
+    """Remembers the first failure of a writer's disk, for the threads that use it and for the one they work for.
 
     A full disk ends appending: what was written before can still be made durable. Any other failure, and a full disk
-    in a ``lasting`` step, ends everything: nobody can say what became of the pages.
+    in a ``lasting`` step, ends everything: nobody can say what became of the pages. From then on no step is begun.
 
     Attributes:
-        wait_s: seconds spent in all steps.
+        changed: notified when rows or a commit are done with, and at a failure.
         full: why nothing more may be appended.
-        failed: why nothing more may be written at all.
+        failed: why nothing more may be written at all; anything but a ``StoreError`` is a mistake in this project.
+        wait_s: seconds that the writer's owner has waited for its threads.
     """
 
     def __init__(self, directory: Path, min_free_bytes: int) -> None:
         self._directory = directory
         self._min_free_bytes = min_free_bytes
         self._unchecked_bytes = 0
+        self._seconds: dict[Work, float] = {"write": 0.0, "sync": 0.0}
+        self._untold = False
+        self._lock = threading.RLock()
+        self.changed = threading.Condition(self._lock)
+        self._conditions = [self.changed]
+        self.full: BaseException | None = None
+        self.failed: BaseException | None = None
         self.wait_s = 0.0
-        self.full: StoreError | None = None
-        self.failed: StoreError | None = None
+
+    def condition(self) -> threading.Condition:
+        """A further condition under the lock of ``changed``, for one thread's work; also notified at a failure."""
+        condition = threading.Condition(self._lock)
+        self._conditions.append(condition)
+        return condition
 
     @contextmanager
-    def step(self, path: Path, action: str, *, lasting: bool) -> Iterator[None]:
-        """Time a step on ``path`` and name its failure.
+    def step(self, path: Path, action: str, work: Work, *, lasting: bool) -> Iterator[None]:
+        """Time a step on ``path`` as one of its kind of work, whose steps are all one thread's; name its failure.
 
         Raises:
-            DiskFullError, StoreError: the step failed; remembered.
+            DiskFullError, StoreError: the step failed, which is remembered, or is not begun after a final failure.
         """
+        self.require_open()
         begin = time.perf_counter()
         try:
             with fs.io_errors(path, action):
                 yield
-        except StoreError as error:
-            if isinstance(error, DiskFullError) and not lasting:
-                self.full = error
-            else:
-                self.failed = error
+        except BaseException as error:
+            self.fail(error, final=lasting or not isinstance(error, DiskFullError))
             raise
+        finally:
+            self._seconds[work] += time.perf_counter() - begin
+
+    def seconds(self, work: Work) -> float:
+        """Seconds spent in all steps of a kind of work."""
+        return self._seconds[work]
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time inside as the owner's waiting."""
+        begin = time.perf_counter()
+        try:
+            yield
         finally:
             self.wait_s += time.perf_counter() - begin
 
+    def fail(self, error: BaseException, *, final: bool = True) -> None:
+        """Remember a failure and wake all threads; of failures that end the same, the first one counts."""
+        with self.changed:
+            if self.failed is None and (final or self.full is None):
+                if final:
+                    self.failed = error
+                else:
+                    self.full = error
+                self._untold = True
+            for condition in self._conditions:
+                condition.notify_all()
+
+    def fail_unless_remembered(self, error: BaseException) -> None:
+        """Remember what ended a thread's work: a step has remembered its own failure, all else is a mistake."""
+        if not isinstance(error, StoreError):
+            self.fail(error)
+
     def require_open(self) -> None:
-        """Refuse anything after a failure that ended everything.
-
-        Raises:
-            StoreError: of the failure's class and text.
-        """
-        if self.failed is not None:
-            raise type(self.failed)(str(self.failed)) from self.failed
-
-    def require_room(self) -> None:
-        """Refuse to append after any failure.
+        """Keep a thread from touching the disk after a failure that ended everything.
 
         Raises:
             DiskFullError, StoreError: of the failure's class and text.
         """
-        self.require_open()
+        if self.failed is not None:
+            _raise_again(self.failed)
+
+    def refuse_all(self) -> None:
+        """Tell the owner, each time, of a failure that ended everything.
+
+        Raises:
+            DiskFullError, StoreError: of the failure's class and text.
+        """
+        if self.failed is not None:
+            self._untold = False
+            _raise_again(self.failed)
+
+    def refuse_rows(self) -> None:
+        """Tell the owner, each time, of any failure: no rows are taken after it.
+
+        Raises:
+            DiskFullError, StoreError: of the failure's class and text.
+        """
+        self.refuse_all()
         if self.full is not None:
-            raise type(self.full)(str(self.full)) from self.full
+            self._untold = False
+            _raise_again(self.full)
+
+    def tell(self) -> None:
+        """Tell the owner of a failure, if it has not been told of it.
+
+        Raises:
+            DiskFullError, StoreError: of the failure's class and text.
+        """
+        if self._untold:
+            self.refuse_rows()
 
     def check_space(self, size: int) -> None:
         """Refuse to write ``size`` bytes if that would leave less room than the floor.
@@ -78,10 +142,11 @@ class DiskHealth:
         Raises:
             DiskFullError: as said.
         """
-        self._unchecked_bytes -= size
-        if self._unchecked_bytes > 0:
-            return
-        self._unchecked_bytes = _SPACE_CHECK_BYTES
+        with self.changed:
+            self._unchecked_bytes -= size
+            if self._unchecked_bytes > 0:
+                return
+            self._unchecked_bytes = _SPACE_CHECK_BYTES
         free = fs.free_bytes(self._directory)
         if free - size < self._min_free_bytes:
             raise DiskFullError(
@@ -91,4 +156,12 @@ class DiskHealth:
 
     def forget_space(self) -> None:
         """Ask the file system at the next check: others write to it, too."""
-        self._unchecked_bytes = 0
+        with self.changed:
+            self._unchecked_bytes = 0
+
+
+def _raise_again(error: BaseException) -> NoReturn:
+    """Raise the same failure for another caller: an exception object that is raised twice gathers both tracebacks."""
+    if isinstance(error, StoreError):
+        raise type(error)(str(error)) from error
+    raise error

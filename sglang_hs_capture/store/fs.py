@@ -4,9 +4,10 @@ The rest of the store calls the operating system through this module only, so th
 forgetful disk in its place by replacing ``fs.os``.
 """
 
+import ctypes
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from sglang_hs_capture.errors import DiskFullError, StoreError
 Buffer = bytes | bytearray | memoryview
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_SYNC_FILE_RANGE_WRITE = 2
+# Not in Python's ``os``, and not in every C library.
+_sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
 
 
 @contextmanager
@@ -49,6 +53,24 @@ def pwrite_all(fd: int, data: Buffer, offset: int) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         view = view[written:]
         offset += written
+
+
+def pwritev(fd: int, views: Sequence[memoryview], offset: int) -> int:
+    """Write views one behind the other at ``offset`` in one call, with the GIL released; how many bytes it took."""
+    written = os.pwritev(fd, views, offset)
+    if not written:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    return written
+
+
+def start_write_back(fd: int, offset: int, size: int) -> None:
+    """Have the kernel begin to write cached pages to the disk, without waiting for it: a later ``fsync`` is shorter.
+
+    A hint, so its failures are passed over. It must not wait either: a wait would take the error of a failed
+    write-back away from the ``fsync`` that has to report it.
+    """
+    if _sync_file_range is not None:
+        _sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(size), _SYNC_FILE_RANGE_WRITE)
 
 
 def pread_all(fd: int, view: memoryview, offset: int) -> None:

@@ -3,20 +3,19 @@
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from sglang_hs_capture.errors import CorruptionError
 from sglang_hs_capture.store import fs
 from sglang_hs_capture.store.identity import SHARD_FOLDER
-from sglang_hs_capture.store.schema import FORMAT, SAFETENSORS_DTYPE, VERSION, DatasetInfo, RowsRecord, ShardRecord
+from sglang_hs_capture.store.schema import FORMAT, SAFETENSORS_DTYPE, VERSION, DatasetInfo, ShardRecord
+from sglang_hs_capture.store.states import PAGE, StateFile
 
-PAGE = 4096
 TOKEN_DTYPE = np.dtype([("input_id", "<i8"), ("position", "<i8"), ("prefix_hash", "<u8")])
 TOKEN_TENSORS = {"input_ids": "input_id", "positions": "position", "prefix_hash": "prefix_hash"}
 _CHUNK_ROWS = 1 << 16
@@ -144,55 +143,62 @@ def pack_tokens(
 
 
 class PartialShard:
-    """The shard being written: states in ``.partial``, tokens in ``.rows``. Failures come as ``OSError``."""
+    """A shard being written: states in ``.partial``, tokens in ``.rows``. Failures come as ``OSError``.
 
-    def __init__(self, directory: Path, layout: ShardLayout) -> None:
-        """Create both files, durably in name."""
+    One thread appends, and another makes durable what was appended before.
+
+    Attributes:
+        rows: rows of which states and tokens are written.
+        named: whether the names of both files are known to be durable.
+    """
+
+    def __init__(self, directory: Path, layout: ShardLayout, *, direct: bool = False) -> None:
+        """Create both files; their names are durable once their folder is.
+
+        Args:
+            direct: write states past the page cache, where the file system and the size of a row allow it.
+        """
         self.layout = layout
         self.paths = ShardPaths.of(directory, layout.writer, layout.record.shard)
         self.rows = 0
-        self._synced = 0
-        self._hasher = xxhash.xxh3_64()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        self._data = fs.open_file(self.paths.partial, flags)
+        self.named = False
+        direct = direct and layout.row_bytes % PAGE == 0
+        self._states = StateFile(self.paths.partial, layout.record.data_offset, direct=direct)
         try:
-            self._tokens = fs.open_file(self.paths.tokens, flags)
-            try:
-                fs.fsync_dir(self.paths.partial.parent)
-            except BaseException:
-                os.close(self._tokens)
-                raise
+            self._tokens = fs.open_file(self.paths.tokens, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except BaseException:
-            os.close(self._data)
+            self._states.close()
             raise
 
-    def append(self, states: memoryview, tokens: NDArray[np.void]) -> None:
-        """Write rows behind those that are there; they count only when all is written.
+    @property
+    def direct(self) -> bool:
+        """Whether states are written past the page cache."""
+        return self._states.direct
+
+    def append(self, states: Sequence[memoryview], tokens: NDArray[np.void]) -> None:
+        """Write rows behind those that are there. After a failure ``rows`` counts those that are there as a whole.
 
         Args:
-            states: uint8 [n * row_bytes].
+            states: uint8, together [n * row_bytes].
             tokens: ``TOKEN_DTYPE`` [n].
         """
-        fs.pwrite_all(self._data, states, self.layout.data_end(self.rows))
         fs.pwrite_all(self._tokens, tokens.view(np.uint8).data, self.rows * TOKEN_DTYPE.itemsize)
-        # ``update`` lets go of the GIL for large buffers in every xxhash release; the one-shot functions do not.
-        self._hasher.update(states)
-        self.rows += len(tokens)
+        try:
+            self._states.append(states)
+        finally:
+            self.rows = (self._states.end - self.layout.record.data_offset) // self.layout.row_bytes
 
-    def sync(self) -> RowsRecord | None:
-        """Make all rows durable; the record that says so, or None if there is nothing new."""
-        if self.rows == self._synced:
-            return None
-        fs.fsync(self._data)
+    def sync_states(self) -> None:
+        """Make the states written so far durable."""
+        self._states.sync()
+
+    def sync_tokens(self) -> None:
+        """Make the tokens written so far durable."""
         fs.fsync(self._tokens)
-        record = RowsRecord(self.layout.record.shard, self._synced, self.rows - self._synced, self._hasher.intdigest())
-        self._synced = self.rows
-        self._hasher.reset()
-        return record
 
     def close(self) -> None:
         """Close both files, as they are."""
-        os.close(self._data)
+        self._states.close()
         os.close(self._tokens)
 
 

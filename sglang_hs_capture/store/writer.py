@@ -1,22 +1,26 @@
 """The writer: rows go to shards, samples to the journal, and a sample is acknowledged only when both are durable.
 
-The order that makes this so, in ``commit``: states, then tokens, then journal lines, each made durable before the next
-is begun. A record in the journal therefore names only what was durable before it.
+The order that makes this so: states, then tokens, then journal lines, each made durable before the next is begun. A
+record in the journal therefore names only what was durable before it. The work is done in threads of the store's own,
+``appender.py`` and ``commits.py``, whose system calls, checksums and waits all let go of the GIL.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_hs_capture.errors import DatasetMismatchError
+from sglang_hs_capture.errors import DatasetMismatchError, StoreError
 from sglang_hs_capture.store import fs
+from sglang_hs_capture.store.appender import Appender, Piece, Run
+from sglang_hs_capture.store.commits import Commits
 from sglang_hs_capture.store.disk import DiskHealth
 from sglang_hs_capture.store.identity import check_or_write_info
 from sglang_hs_capture.store.journal import JournalFile
 from sglang_hs_capture.store.lock import FileLock
-from sglang_hs_capture.store.recovery import finished_record, lock_path, recover
+from sglang_hs_capture.store.recovery import lock_path, recover
 from sglang_hs_capture.store.replay import journal_path
 from sglang_hs_capture.store.schema import (
     VERSION,
@@ -28,15 +32,23 @@ from sglang_hs_capture.store.schema import (
     merge_extents,
 )
 from sglang_hs_capture.store.session import utc_now
-from sglang_hs_capture.store.shard import PartialShard, ShardLayout, ShardPaths, finish, pack_tokens
+from sglang_hs_capture.store.shard import ShardLayout, pack_tokens
+
+# Whether states are written past the page cache where nobody says: benchmarks/store.py compares both ways.
+DIRECT = True
 
 
 class StoreWriter:
     """Writes one writer's shards and journal. All methods are for one thread; the properties are for any.
 
-    When the disk is full, or its floor is reached, rows are refused from then on, and what was appended before can
-    still be committed. After any other failure, and after one in ``commit``, nothing more is accepted. In both cases
+    When the disk is full, or its floor is reached, rows are refused from then on, and what was written before can
+    still be committed. After any other failure, and after one in a commit, nothing more is accepted. In both cases
     the dataset on disk is consistent and holds every acknowledged sample; opening it anew goes on from there.
+
+    A failure in the background is raised by the next call of ``append``, ``begin_commit``, ``commit``,
+    ``acknowledged`` or ``close``: once where the disk is full, but for ``append``, which goes on to refuse; again and
+    again by all but the last two where nothing more is accepted. Such a call has done what it was to do as far as
+    the disk lets it; in particular ``acknowledged`` still gives the samples that a commit has acknowledged.
 
     Attributes:
         info: what the dataset holds.
@@ -57,6 +69,7 @@ class StoreWriter:
         lock: FileLock,
         journal: JournalFile,
         next_shard: int,
+        direct: bool,
     ) -> None:
         """Not for use from outside: see ``open``."""
         self.directory = directory
@@ -70,12 +83,19 @@ class StoreWriter:
         self._lock = lock
         self._journal = journal
         self._next_shard = next_shard
-        self._partial: PartialShard | None = None
+        self._layout: ShardLayout | None = None
         self._shard_rows: dict[int, int] = {}
+        self._runs: list[Run] = []
+        self._full: list[int] = []
         self._pending: list[SampleRecord | FailureRecord] = []
-        self._acknowledged: list[SampleRecord] = []
         self._closed = False
         self._rows = 0
+        self._appender = Appender(directory, disk, direct=direct)
+        self._commits = Commits(directory, disk, self._appender, journal)
+        # The threads of a store that is dropped without ``close`` end; its files stay as they are.
+        gone = StoreError(f"{directory}: the store was dropped without being closed")
+        self._dropped = weakref.finalize(self, disk.fail, gone)
+        self._dropped.atexit = False
 
     @classmethod
     def open(
@@ -89,6 +109,7 @@ class StoreWriter:
         min_free_bytes: int,
         columns: Sequence[str] | None = None,
         lock_timeout_s: float = 10.0,
+        direct: bool | None = None,
     ) -> "StoreWriter":
         """Create a dataset, or go on with one after recovering what an earlier process left.
 
@@ -101,6 +122,8 @@ class StoreWriter:
             min_free_bytes: rows are refused when the file system has less room than this.
             columns: those of ``info.columns`` that this process captures, for a pipeline stage; all by default.
             lock_timeout_s: how long to wait for an earlier process of the same name to end.
+            direct: write states past the page cache (O_DIRECT), or not; by default as ``DIRECT`` says. Where the file
+                system has no such thing, or a row is no multiple of 4096 bytes, they go through the cache in any case.
 
         Raises:
             DatasetLockedError: another process writes under this name.
@@ -123,6 +146,10 @@ class StoreWriter:
             next_shard = recover(directory, writer, info, journal)
             disk = DiskHealth(directory, min_free_bytes)
             disk.check_space(0)
+            journal.append(
+                {"t": "journal", "version": VERSION, "writer": writer, "session": session_id, "time": utc_now()}
+            )
+            journal.sync()
             max_rows = max(1, shard_bytes // (len(columns) * info.column_bytes))
             self = cls(
                 directory=directory,
@@ -135,11 +162,8 @@ class StoreWriter:
                 lock=lock,
                 journal=journal,
                 next_shard=next_shard,
+                direct=DIRECT if direct is None else direct,
             )
-            journal.append(
-                {"t": "journal", "version": VERSION, "writer": writer, "session": session_id, "time": utc_now()}
-            )
-            journal.sync()
         except BaseException:
             if journal is not None:
                 journal.close()
@@ -159,8 +183,18 @@ class StoreWriter:
 
     @property
     def disk_wait_s(self) -> float:
-        """Seconds spent in writing and waiting for the disk."""
+        """Seconds that ``append``, ``commit`` and ``close`` have waited for the disk."""
         return self._disk.wait_s
+
+    @property
+    def write_s(self) -> float:
+        """Seconds that the store's threads have spent in writing rows."""
+        return self._disk.seconds("write")
+
+    @property
+    def sync_s(self) -> float:
+        """Seconds that the store's threads have spent in making rows and records durable, and in finishing shards."""
+        return self._disk.seconds("sync")
 
     def append(
         self,
@@ -168,16 +202,20 @@ class StoreWriter:
         input_ids: NDArray[np.int64],
         positions: NDArray[np.int64],
         prefix_hash: NDArray[np.uint64],
-        release: Callable[[], None] = lambda: None,
+        release: Callable[[], None] | None = None,
     ) -> list[Extent]:
-        """Write rows behind those written before. They are durable, and can be acknowledged, after ``commit``.
+        """Write rows behind those written before. They are durable, and can be acknowledged, after a commit.
 
         Args:
-            rows: the states' bytes, contiguous, [n * row_bytes]; not copied, and free for reuse on return.
+            rows: the states' bytes, contiguous, [n * row_bytes]; not copied. Without ``release`` they are written, and
+                free for reuse, on return. With it they are queued, and must stay as they are until it is called.
+                Memory that begins at a multiple of 4096 bytes is written fastest.
             input_ids: int64 [n].
             positions: int64 [n].
             prefix_hash: uint64 [n], the chained token hash at each row.
-            release: called once ``rows`` is free for reuse, also after an error.
+            release: called once when the rows are no longer needed, written or not, from a thread of the store's, in
+                the order of the calls of ``append``. It must be quick, and not call the store. When ``append`` itself
+                raises, it is not called.
 
         Returns:
             Where the rows lie; more than one extent when a shard was filled.
@@ -186,30 +224,26 @@ class StoreWriter:
             ValueError: the sizes do not agree.
             DiskFullError, StoreError: none of the rows counts, and no more are accepted.
         """
-        try:
-            return self._append_all(rows, input_ids, positions, prefix_hash)
-        finally:
-            release()
-
-    def _append_all(
-        self,
-        rows: fs.Buffer | NDArray[np.uint8],
-        input_ids: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        prefix_hash: NDArray[np.uint64],
-    ) -> list[Extent]:
         view = (rows.data if isinstance(rows, np.ndarray) else memoryview(rows)).cast("B")
         tokens = pack_tokens(input_ids, positions, prefix_hash)
         if len(view) != len(tokens) * self.row_bytes:
             raise ValueError(f"rows: expected {len(tokens)} of {self.row_bytes} bytes; got {len(view)} bytes")
-        self._disk.require_room()
-        extents = []
-        start = 0
-        while start < len(tokens):
-            extent = self._append_some(view[start * self.row_bytes :], tokens[start:])
-            extents.append(extent)
-            start += extent.count
-        return extents
+        self._require_open()
+        pieces = self._plan(view, tokens)
+        if release is not None and not pieces:
+            release()
+        elif pieces:
+            pieces[-1].release = release
+        self._appender.put(pieces)
+        self._rows += len(tokens)
+        if self._full:
+            self._begin()
+        if release is None and pieces:
+            with self._disk.waiting():
+                self._appender.wait(pieces[-1].number)
+            if not all(piece.written for piece in pieces):
+                self._disk.refuse_rows()
+        return [Extent(piece.run.shard, piece.end - len(piece.tokens), len(piece.tokens)) for piece in pieces]
 
     def add_sample(self, rid: str, length: int, extents: Sequence[Extent], end_hash: int) -> None:
         """Have the next ``commit`` acknowledge a sample.
@@ -248,29 +282,41 @@ class StoreWriter:
         self._pending.append(FailureRecord(rid, reason, detail))
 
     def begin_commit(self) -> None:
-        """Have everything appended and added so far made durable.
+        """Have everything appended and added so far made durable, and go on at once.
+
+        While a commit is under way, what is asked for becomes one commit that follows it.
 
         Raises:
-            DiskFullError, StoreError: see ``commit``.
+            DiskFullError, StoreError: see the class.
         """
-        self._sync()
-        self._disk.forget_space()
+        self._require_open()
+        self._begin()
+        self._disk.tell()
 
     def acknowledged(self) -> list[SampleRecord]:
-        """The samples acknowledged since the last call, or the last ``commit``."""
-        acknowledged, self._acknowledged = self._acknowledged, []
-        return acknowledged
+        """The samples acknowledged since the last call of this or of ``commit``, without waiting.
+
+        Raises:
+            DiskFullError, StoreError: once after a failure that no other call has raised.
+        """
+        self._disk.tell()
+        return self._commits.take()
 
     def commit(self) -> list[SampleRecord]:
-        """Make everything appended and added so far durable.
+        """Make everything appended and added so far durable. Shards that are full are finished, too.
 
         Returns:
             The samples acknowledged since the last call.
 
         Raises:
+            DiskFullError: there was no room for rows that were queued; all else is committed.
             DiskFullError, StoreError: what was not acknowledged before is lost, and nothing more is accepted.
         """
-        self.begin_commit()
+        self._require_open()
+        number = self._begin()
+        with self._disk.waiting():
+            self._commits.wait(number)
+        self._disk.refuse_all()
         return self.acknowledged()
 
     def close(self) -> list[SampleRecord]:
@@ -279,80 +325,63 @@ class StoreWriter:
         After a failure that is final nothing is written; the next ``open`` recovers.
 
         Returns:
-            The samples acknowledged since the last ``commit``.
+            The samples acknowledged since the last call of ``commit`` or ``acknowledged``.
 
         Raises:
-            DiskFullError, StoreError: the last commit, or finishing the shard, failed.
+            DiskFullError, StoreError: the last commit or finishing the shard failed, or something before that no call
+                has raised; ``acknowledged`` still gives the samples that a commit has acknowledged.
         """
         if self._closed:
             return []
         self._closed = True
         try:
-            if self._disk.failed:
-                return []
-            acknowledged = self.commit()
-            if self._partial is not None:
-                self._finish_or_drop(self._partial)
-            return acknowledged
+            if self._layout is not None:
+                self._full.append(self._layout.record.shard)
+            with self._disk.waiting():
+                self._commits.wait(self._begin())
         finally:
-            if self._partial is not None:
-                self._partial.close()
+            self._commits.stop()
+            self._appender.stop()
+            self._dropped.detach()
             self._journal.close()
             self._lock.release()
+        return self.acknowledged()
 
-    def _append_some(self, view: memoryview, tokens: NDArray[np.void]) -> Extent:
-        """Write as many rows as the shard being written takes; at least one."""
-        if self._partial is not None and self._partial.rows >= self._max_rows:
-            self._sync()
-            self._finish_or_drop(self._partial)
-        partial = self._partial or self._create()
-        count = min(len(tokens), self._max_rows - partial.rows)
-        start = partial.rows
-        with self._disk.step(partial.paths.partial, "write", lasting=False):
-            self._disk.check_space(count * self.row_bytes)
-            partial.append(view[: count * self.row_bytes], tokens[:count])
-        self._rows += count
-        self._shard_rows[partial.layout.record.shard] = partial.rows
-        return Extent(partial.layout.record.shard, start, count)
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StoreError(f"{self.directory}: the store is closed; open it anew")
+        self._disk.refuse_all()
 
-    def _create(self) -> PartialShard:
-        layout = ShardLayout.plan(self.info, self.writer, self._next_shard, self.columns, self._max_rows)
-        path = ShardPaths.of(self.directory, self.writer, self._next_shard).partial
-        with self._disk.step(path, "create", lasting=False):
-            self._partial = PartialShard(self.directory, layout)
-        self._next_shard += 1
-        return self._partial
+    def _begin(self) -> int:
+        """Begin a commit of all that was put and added; its number."""
+        runs, self._runs = self._runs, []
+        pending, self._pending = self._pending, []
+        full, self._full = self._full, []
+        return self._commits.begin(runs, pending, full)
 
-    def _sync(self) -> None:
-        """Make rows durable, then say so in the journal, together with the samples and failures added so far."""
-        self._disk.require_open()
-        if self._partial is not None:
-            with self._disk.step(self._partial.paths.partial, "make rows durable", lasting=True):
-                rows = self._partial.sync()
-            if rows is not None:
-                if rows.start == 0:
-                    self._journal.append(self._partial.layout.record.to_json())
-                self._journal.append(rows.to_json())
-        for record in self._pending:
-            self._journal.append(record.to_json())
-        with self._disk.step(self._journal.path, "make records durable", lasting=True):
-            self._journal.sync()
-        self._acknowledged += [record for record in self._pending if isinstance(record, SampleRecord)]
-        self._pending.clear()
+    def _plan(self, view: memoryview, tokens: NDArray[np.void]) -> list[Piece]:
+        """Distribute rows among shards."""
+        pieces = []
+        start = 0
+        while start < len(tokens):
+            run = self._run_with_room()
+            begin = self._shard_rows[run.shard]
+            count = min(len(tokens) - start, self._max_rows - begin)
+            self._shard_rows[run.shard] = begin + count
+            states = view[start * self.row_bytes : (start + count) * self.row_bytes]
+            pieces.append(Piece(run, begin + count, states, tokens[start : start + count]))
+            start += count
+        return pieces
 
-    def _finish_or_drop(self, partial: PartialShard) -> None:
-        """Finish the shard being written, whose rows are all durable, or remove it if it has none."""
-        self._partial = None
-        partial.close()
-        paths, record = partial.paths, partial.layout.record
-        with self._disk.step(paths.partial, "finish", lasting=False):
-            if partial.rows:
-                finish(self.directory, partial.layout, partial.rows)
-            else:
-                fs.remove(paths.partial)
-        if partial.rows:
-            self._journal.append(finished_record(record.shard, partial.rows))
-            with self._disk.step(self._journal.path, "make records durable", lasting=True):
-                self._journal.sync()
-        with self._disk.step(paths.tokens, "remove", lasting=False):
-            fs.remove(paths.tokens)
+    def _run_with_room(self) -> Run:
+        """The rows since the last commit in the shard being filled, or in the next shard where that one is full."""
+        if self._layout is not None and self._shard_rows[self._layout.record.shard] >= self._max_rows:
+            self._full.append(self._layout.record.shard)
+            self._layout = None
+        if self._layout is None:
+            self._layout = ShardLayout.plan(self.info, self.writer, self._next_shard, self.columns, self._max_rows)
+            self._shard_rows[self._next_shard] = 0
+            self._next_shard += 1
+        if not self._runs or self._runs[-1].layout is not self._layout:
+            self._runs.append(Run(self._layout, self._shard_rows[self._layout.record.shard]))
+        return self._runs[-1]

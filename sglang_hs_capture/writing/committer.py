@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -194,6 +195,8 @@ class Committer:
             self._count(step())
         except Exception as error:
             logger.error("hs_capture: the last samples could not be acknowledged and will be captured again: %s", error)
+            with suppress(Exception):
+                self._count(self._store.acknowledged())
 
     def _commit(self) -> None:
         self._settle_deferred()
@@ -270,7 +273,12 @@ class Committer:
             np.concatenate([getattr(part.request, name)[part.rows] for part in run])
             for name in ("tokens", "positions", "hashes")
         )
-        extents = self._store.append(view, tokens, positions, hashes, lease.share())
+        done = lease.share()
+        try:
+            extents = self._store.append(view, tokens, positions, hashes, done)
+        except BaseException:
+            done()
+            raise
         cuts = np.cumsum([0, *counts])
         for part, mine, (a, b) in zip(run, split_extents(extents, counts), pairwise(cuts), strict=True):
             request, slots = part.request, part.request.slots[part.rows]

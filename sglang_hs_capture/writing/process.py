@@ -179,7 +179,7 @@ class WritingProcess:
             failed=tallies.failed,
             incomplete=tallies.incomplete,
             blocked_s=round(self._memory.blocked_s, 6),
-            disk_wait_s=round(self._store.disk_wait_s, 6),
+            disk_wait_s=round(self._store.write_s + self._store.sync_s, 6),
             ring_bytes=self._memory.capacity,
             slot_table_bytes=self._committer.slot_table_bytes,
         )

@@ -17,15 +17,13 @@ SENTINEL = 0xA5
 def slow_down() -> None:
     speed = float(os.environ["HS_DISK_BYTES_PER_S"])
 
-    def slowed(write):
-        def wait_and_write(fd, data, *args):
-            size = data.nbytes if isinstance(data, memoryview) else len(data)
-            time.sleep(size / speed)
-            return write(fd, data, *args)
+    write = os.pwritev
 
-        return wait_and_write
+    def wait_and_write(fd, views, offset):
+        time.sleep(sum(view.nbytes for view in views) / speed)
+        return write(fd, views, offset)
 
-    os.pwrite = slowed(os.pwrite)
+    os.pwritev = wait_and_write
 
 
 class OverwritingRing(importlib.abc.MetaPathFinder):

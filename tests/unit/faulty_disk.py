@@ -1,9 +1,12 @@
 """Disks that fail: stand-ins for the ``os`` module that the store's ``fs`` calls."""
 
+import errno
 import os
 import random
 import signal
 import stat
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,13 +14,17 @@ from typing import Any
 
 from sglang_hs_capture.store import fs
 
-CHANGING = ("open", "pwrite", "fsync", "rename", "unlink", "mkdir", "ftruncate")
+CHANGING = ("open", "pwrite", "pwritev", "fsync", "rename", "unlink", "mkdir", "ftruncate")
 
 
 class FaultyOS:
-    """Counts the calls that change something, and consults ``before`` ahead of each."""
+    """Counts the calls that change something, and consults ``before`` ahead of each.
+
+    A ``pwritev`` passes for a ``pwrite`` of all its bytes. The store's threads call one after the other.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
         self.steps = 0
         self.calls: list[str] = []
 
@@ -29,12 +36,16 @@ class FaultyOS:
         def call(*args: Any) -> Any:
             if name == "open" and not args[1] & os.O_CREAT:
                 return real(*args)
-            step, self.steps = self.steps, self.steps + 1
-            self.calls.append(name)
-            self.before(step, name, args)
-            result = real(*args)
-            self.after(name, args, result)
-            return result
+            kind, told = name, args
+            if name == "pwritev":
+                kind, told = "pwrite", (args[0], b"".join(args[1]), args[2])
+            with self._lock:
+                step, self.steps = self.steps, self.steps + 1
+                self.calls.append(kind)
+                self.before(step, kind, told)
+                result = real(*args)
+                self.after(kind, told, result)
+                return result
 
         return call
 
@@ -46,12 +57,26 @@ class FaultyOS:
 
 
 class KillAt(FaultyOS):
-    """Ends this process by SIGKILL at a step, writing half of what a write was to write if ``torn``."""
+    """Ends this process by SIGKILL at a step, writing half of what a write was to write if ``torn``.
 
-    def __init__(self, step: int, torn: bool) -> None:
+    Each ``fsync`` takes ``sync_s`` seconds more than it does, while other threads go on.
+    """
+
+    def __init__(self, step: int, torn: bool, sync_s: float = 0.0) -> None:
         super().__init__()
         self.kill_step = step
         self.torn = torn
+        self.sync_s = sync_s
+
+    def _counted(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        counted = super()._counted(name, real)
+
+        def call(*args: Any) -> Any:
+            if name == "fsync":
+                time.sleep(self.sync_s)
+            return counted(*args)
+
+        return call
 
     def before(self, step: int, name: str, args: tuple[Any, ...]) -> None:
         if step == self.kill_step:
@@ -82,12 +107,55 @@ class FailAt(FaultyOS):
         raise OSError(self.code, os.strerror(self.code))
 
 
+class GatedOS(FaultyOS):
+    """Keeps calls of one name, on paths with a part, waiting until ``gate`` is set; all others go on.
+
+    Attributes:
+        reached: a call waits, or has waited.
+    """
+
+    def __init__(self, name: str, path_part: str) -> None:
+        super().__init__()
+        self.name, self.path_part = name, path_part
+        self.reached, self.gate = threading.Event(), threading.Event()
+
+    def _counted(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        counted = super()._counted(name, real)
+
+        def call(*args: Any) -> Any:
+            if name == self.name and self.path_part in path_of(args[0]):
+                self.reached.set()
+                assert self.gate.wait(60)
+            return counted(*args)
+
+        return call
+
+
+class FullAfter(GatedOS):
+    """A disk that takes only so many bytes of states, the last of them in a short write."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__("pwritev", ".partial")
+        self.room = room
+
+    def pwritev(self, fd: int, views: list[memoryview], offset: int) -> int:
+        self.reached.set()
+        assert self.gate.wait(60)
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = os.pwrite(fd, b"".join(views)[: self.room], offset)
+        self.room -= written
+        return written
+
+
 class ShortWrites(FaultyOS):
     """Writes at most three bytes a call, and reads at most two."""
 
     def _counted(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         if name == "pwrite":
             return lambda fd, data, offset: os.pwrite(fd, data[:3], offset)
+        if name == "pwritev":
+            return lambda fd, views, offset: os.pwrite(fd, views[0][:3], offset)
         return super()._counted(name, real)
 
     def preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int:
@@ -120,7 +188,7 @@ class ForgetfulOS(FaultyOS):
         self._held: list[int] = []
 
     def before(self, step: int, name: str, args: tuple[Any, ...]) -> None:
-        if step == self.loss_step:
+        if step >= self.loss_step:
             raise PowerLossError
 
     def after(self, name: str, args: tuple[Any, ...], result: Any) -> None:
@@ -177,6 +245,14 @@ class ForgetfulOS(FaultyOS):
             durable = self.content.get(inode, b"")
             now = current.get(inode, durable)
             (target / name).write_bytes(_mix(name, durable, now, rng) if rng else durable)
+
+
+def join_store_threads() -> None:
+    """Wait until the threads of all stores whose disk has failed for good have ended."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("hs-capture-store"):
+            thread.join(30)
+            assert not thread.is_alive()
 
 
 def close_all_below(root: Path) -> None:

@@ -1,5 +1,6 @@
 """A store of tiny rows whose every byte can be computed, for tests of whatever reads or writes one."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,15 @@ def append_tokens(store: StoreWriter, tokens: list[int], start: int = 0) -> tupl
     return store.append(np.ascontiguousarray(states), np.array(tokens[start:]), positions, hashes[start:]), int(
         hashes[-1]
     )
+
+
+def queue_sample(store: StoreWriter, rid: str, tokens: list[int], release: Callable[[], None]) -> list[Extent]:
+    """Queue a prompt, and have the next commit acknowledge it."""
+    hashes = prefix_hashes(np.array(tokens), 0, 0)
+    states = states_of(hashes, len(store.columns), store.info.column_bytes)
+    extents = store.append(states, np.array(tokens), np.arange(len(tokens)), hashes, release)
+    store.add_sample(rid, len(tokens), extents, int(hashes[-1]))
+    return extents
 
 
 def put_sample(store: StoreWriter, rid: str, tokens: list[int]) -> list[Extent]:

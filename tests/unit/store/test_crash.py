@@ -5,15 +5,16 @@ import random
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from faulty_disk import ForgetfulOS, KillAt, PowerLossError, close_all_below, disk
+from faulty_disk import ForgetfulOS, KillAt, PowerLossError, close_all_below, disk, join_store_threads
 from safetensors import safe_open
-from toy_store import append_tokens, open_store, put_sample, states_of
+from toy_store import append_tokens, open_store, put_sample, queue_sample, states_of
 
 from sglang_hs_capture import HiddenStateDataset
 from sglang_hs_capture.store.hashing import prefix_hashes
@@ -30,6 +31,9 @@ PROMPTS = {
     "second session": [51],
     "last": [61, 62],
 }
+CAPTURED = set(PROMPTS)
+FLOWING = 6
+PROMPTS |= {f"flowing {number}": [100 + number, 1, 2, 3] for number in range(FLOWING)}
 
 
 @pytest.fixture
@@ -64,6 +68,18 @@ def capture(directory: Path, report: Callable[[list[str]], object]) -> None:
     append_tokens(store, [71, 72, 73, 74])
     put_sample(store, "last", PROMPTS["last"])
     acknowledged(store.close())
+
+
+def capture_flowing(directory: Path, report: Callable[[list[str]], object]) -> None:
+    """A session in which nothing is waited for: shards are filled while those before are committed and finished."""
+    store = open_store(directory)
+    for number in range(FLOWING):
+        queue_sample(store, f"flowing {number}", PROMPTS[f"flowing {number}"], lambda: None)
+        if number % 2:
+            store.begin_commit()
+        report([record.rid for record in store.acknowledged()])
+        time.sleep(0.002)
+    report([record.rid for record in store.close()])
 
 
 def read_all(directory: Path) -> set[str]:
@@ -110,13 +126,15 @@ def check_tidy(directory: Path) -> None:
     assert JournalTail(directory / "journal-dp0-pp0.jsonl").poll()
 
 
-def run_killed(work: Callable[[Callable[[list[str]], object]], None], step: int, torn: bool) -> tuple[bool, set[str]]:
+def run_killed(
+    work: Callable[[Callable[[list[str]], object]], None], step: int, torn: bool, sync_s: float = 0.0
+) -> tuple[bool, set[str]]:
     """Run ``work`` in a child that kills itself at a step; whether it did, and what it reported before."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            with disk(KillAt(step, torn)):
+            with disk(KillAt(step, torn, sync_s)):
                 work(lambda rids: os.write(writing, "".join(f"{rid}\n" for rid in rids).encode()))
             os._exit(0)
         except BaseException:
@@ -139,8 +157,30 @@ def test_killed_at_every_step(directory: Path, torn: bool) -> None:
         if not killed:
             break
         step += 1
-    assert acknowledged == set(PROMPTS) - {"afterwards"}
+    assert acknowledged == CAPTURED
     assert step > 100
+
+
+@pytest.mark.parametrize("torn", [False, True], ids=["between writes", "in a write"])
+def test_killed_at_every_step_with_several_shards_in_flight(directory: Path, torn: bool) -> None:
+    """The disk is slow to make things durable, so that shards are filled faster than they are finished."""
+    step = 0
+    killed = True
+    in_flight, durable = set(), set()
+    while killed:
+        target = directory / str(step) / "data"
+        killed, acknowledged = run_killed(lambda report, d=target: capture_flowing(d, report), step, torn, 0.003)
+        if (target / "journal-dp0-pp0.jsonl").exists():
+            partial = {int(path.stem[-6:]) for path in target.glob("shards/*.partial")}
+            known = {n for n, state in replay_journal(target, "dp0-pp0").shards.items() if state.rows}
+            in_flight.add(len(partial))
+            durable.add(len(partial & known))
+        check_survived(target, acknowledged)
+        step += 1
+    assert acknowledged == {f"flowing {number}" for number in range(FLOWING)}
+    assert max(in_flight) > 1
+    assert max(durable) > 1
+    assert step > 50
 
 
 def kind_of_state(target: Path) -> str:
@@ -159,14 +199,21 @@ def kind_of_state(target: Path) -> str:
     return str(parts) if parts else ""
 
 
-def recoverable_states(folder: Path, torn: bool) -> dict[str, tuple[Path, set[str]]]:
+def unfinished_shards(kind: str) -> int:
+    """How many shards with durable rows, and without the record of their end, a kind of state has."""
+    return kind.count("(False, True, False")
+
+
+def recoverable_states(
+    folder: Path, torn: bool, work: Callable[[Path, Callable[[list[str]], object]], None] = capture, sync_s: float = 0.0
+) -> dict[str, tuple[Path, set[str]]]:
     """One dataset of each kind that a kill leaves."""
     states: dict[str, tuple[Path, set[str]]] = {}
     step = 0
     killed = True
     while killed:
         target = folder / f"state-{step}"
-        killed, acknowledged = run_killed(lambda report, d=target: capture(d, report), step, torn)
+        killed, acknowledged = run_killed(lambda report, d=target: work(d, report), step, torn, sync_s)
         kind = kind_of_state(target)
         if kind:
             states.setdefault(kind, (target, acknowledged))
@@ -177,6 +224,11 @@ def recoverable_states(folder: Path, torn: bool) -> dict[str, tuple[Path, set[st
 def test_killed_at_every_step_of_recovery(directory: Path) -> None:
     states = recoverable_states(directory, torn=False) | recoverable_states(directory / "torn", torn=True)
     assert len(states) > 8
+    flowing = recoverable_states(directory / "flowing", False, capture_flowing, sync_s=0.003)
+    # Of those with several unfinished shards the ones that have most to be finished.
+    several = sorted(flowing, key=unfinished_shards, reverse=True)[:3]
+    assert unfinished_shards(several[0]) > 1
+    states |= {kind: flowing[kind] for kind in several}
     deepest = 0
     for number, (state, acknowledged) in enumerate(states.values()):
         step = 0
@@ -191,8 +243,11 @@ def test_killed_at_every_step_of_recovery(directory: Path) -> None:
     assert deepest > 15
 
 
+@pytest.mark.parametrize("work", [capture, capture_flowing])
 @pytest.mark.parametrize("seed", [None, 1, 2, 3])
-def test_power_loss_at_every_step(directory: Path, seed: int | None) -> None:
+def test_power_loss_at_every_step(
+    directory: Path, seed: int | None, work: Callable[[Path, Callable[[list[str]], object]], None]
+) -> None:
     step = 0
     lost = True
     while lost:
@@ -202,15 +257,15 @@ def test_power_loss_at_every_step(directory: Path, seed: int | None) -> None:
         forgetful = ForgetfulOS(root, step)
         with disk(forgetful):
             try:
-                capture(root / "data", acknowledged.extend)
+                work(root / "data", acknowledged.extend)
                 lost = False
             except PowerLossError:
-                pass
+                join_store_threads()
         forgetful.materialise(root / "after", None if seed is None else random.Random(seed * 1000 + step))
         close_all_below(root)
         check_survived(root / "after" / "data", set(acknowledged))
         step += 1
-    assert step > 100
+    assert step > 50
 
 
 def test_recover_dataset_finishes_every_writer(directory: Path) -> None:

@@ -259,8 +259,6 @@ class Failing:
 
     def append(self, *args: Any) -> Any:
         if self.error is not None:
-            release = args[-1]
-            release()
             raise self.error
         return self.store.append(*args)
 
