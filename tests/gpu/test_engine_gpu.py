@@ -21,6 +21,7 @@ pytestmark = [
 ]
 
 PACKAGES = Path(__file__).parents[1] / "model_packages"
+SLOW_DISK = PACKAGES.with_name("slow_disk")
 BOUNDARIES = [0, 2, 3]
 VOCAB = 32000
 
@@ -39,7 +40,10 @@ def launch_flags(output: Path, *more: str, **settings: object) -> list[str]:
 @pytest.mark.parametrize("backend", ["triton", "flashinfer"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_captured_bytes_equal_plain_hooks_under_load(tmp_path, backend, dtype):
-    """64 requests of mixed lengths in flight beside others that decode; a small ring, so that it fills."""
+    """64 requests of mixed lengths, some of them not captured, all of which go on to decode.
+
+    The disk is slow and the ring small, so that it fills; what is given back is overwritten (``tests/slow_disk``).
+    """
     if (backend, dtype) == ("flashinfer", "float32"):
         pytest.skip("the dtype on disk does not depend on the attention backend")
     model = write_model(tmp_path / "model", Shape(layers=4, experts=16, vocab_size=VOCAB))
@@ -47,7 +51,8 @@ def test_captured_bytes_equal_plain_hooks_under_load(tmp_path, backend, dtype):
     record.mkdir()
     env = {
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "recording_models",
-        "PYTHONPATH": f"{PACKAGES}:{os.environ.get('PYTHONPATH', '')}",
+        "PYTHONPATH": f"{SLOW_DISK}:{PACKAGES}:{os.environ.get('PYTHONPATH', '')}",
+        "HS_DISK_BYTES_PER_S": "3e8",
         "HS_RECORD_DIR": str(record),
     }
     row_bytes = (len(BOUNDARIES) + 2) * 7168 * (2 if dtype == "bfloat16" else 4)
@@ -66,6 +71,8 @@ def test_captured_bytes_equal_plain_hooks_under_load(tmp_path, backend, dtype):
             time.sleep(0.2)
         (session,) = read_sessions(output)
     assert session.error is None
+    assert session.counters.blocked_s > 0, "the ring never filled"
+    assert session.counters.ring_bytes <= 600 * row_bytes
     recorded = recorded_states(record)
     dataset = HiddenStateDataset(output)
     assert sum(sample.length for sample in dataset.samples) == sum(map(len, captured.values()))
