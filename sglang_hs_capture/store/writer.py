@@ -214,8 +214,8 @@ class StoreWriter:
             positions: int64 [n].
             prefix_hash: uint64 [n], the chained token hash at each row.
             release: called once when the rows are no longer needed, written or not, from a thread of the store's, in
-                the order of the calls of ``append``. It must be quick, and not call the store. When ``append`` itself
-                raises, it is not called.
+                the order of the calls of ``append``; at once where there are no rows. It must be quick, and not call
+                the store. When ``append`` itself raises, it is not called.
 
         Returns:
             Where the rows lie; more than one extent when a shard was filled.
@@ -230,11 +230,11 @@ class StoreWriter:
             raise ValueError(f"rows: expected {len(tokens)} of {self.row_bytes} bytes; got {len(view)} bytes")
         self._require_open()
         pieces = self._plan(view, tokens)
-        if release is not None and not pieces:
-            release()
-        elif pieces:
+        if pieces:
             pieces[-1].release = release
         self._appender.put(pieces)
+        if release is not None and not pieces:
+            release()
         self._rows += len(tokens)
         if self._full:
             self._begin()
