@@ -1,18 +1,18 @@
 """Decode throughput of a server with the plugin against SGLang's own class, with CUDA graphs for decode on both.
 
-Three servers one after the other: SGLang's own class, the capture class, SGLang's own class again, so that a drift of
-the machine shows as a difference between the first and the last. On the capture class two kinds of round take turns:
-prompts that are not captured, and prompts that are captured and then decode. All prompts of a round are sent at once
-and generate the same number of tokens; a round's rate is of generated tokens, from the first request sent to the last
-answer, so the prefill of the short prompts is in it on all servers alike.
+Both servers are up at once, on the same GPU, and only one of them has work at a time. In each round three kinds take
+turns, in an order that is turned from round to round: SGLang's own class; the capture class with prompts that are not
+captured; the capture class with prompts that are captured and then decode. All prompts of a kind are sent at once and
+generate the same number of tokens; its rate is of generated tokens, from the first request sent to the last answer, so
+the prefill of the short prompts is in it on both servers alike. A ratio is that of two kinds in the same round.
 
     python -m benchmarks.decode_overhead --shape eight-layers --output /dev/shm/states --results benchmarks/results
 """
 
 import argparse
+import contextlib
 import os
 import shutil
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -63,14 +63,14 @@ def one_round(url: str, kind: str, number: int, arguments: argparse.Namespace, v
     return timing
 
 
-def measure(
-    url: str, kinds: tuple[str, ...], arguments: argparse.Namespace, vocab_size: int
-) -> dict[str, list[Timing]]:
-    """Warm up, then run the rounds of all kinds in turn."""
+def measure(urls: dict[str, str], arguments: argparse.Namespace, vocab_size: int) -> dict[str, list[Timing]]:
+    """Warm up, then run the rounds of all kinds in turn; ``urls`` gives each kind's server."""
+    kinds = list(urls)
     timings: dict[str, list[Timing]] = {kind: [] for kind in kinds}
     for number in range(-WARM_UP_ROUNDS, arguments.rounds):
-        for kind in kinds if number % 2 else kinds[::-1]:
-            timing = one_round(url, kind, number, arguments, vocab_size)
+        shift = number % len(kinds)
+        for kind in (*kinds[shift:], *kinds[:shift]):
+            timing = one_round(urls[kind], kind, number, arguments, vocab_size)
             if number >= 0:
                 timings[kind].append(timing)
     return timings
@@ -92,19 +92,13 @@ def captured_samples(output: Path, expected: int) -> Counters:
         time.sleep(0.2)
 
 
-def build_report(arguments: argparse.Namespace, label: str, found: list[dict[str, list[Timing]]]) -> Report:
-    """Series and ratios of the three servers' rounds, in the order in which they were served."""
-    first, plugin, last = found
-    before, after = ([t.generated_rate for t in part[UPSTREAM]] for part in (first, last))
-    own = statistics.median([*before, *after])
-    series = {UPSTREAM: [*before, *after]} | {k: [t.generated_rate for t in v] for k, v in plugin.items()}
-    ratios = {f"{kind} / {UPSTREAM}": [rate / own for rate in series[kind]] for kind in (IDLE, CAPTURED)}
-    figures: dict[str, float | None] = {
-        f"{UPSTREAM}, median before the plugin, tokens/s": statistics.median(before),
-        f"{UPSTREAM}, median after the plugin, tokens/s": statistics.median(after),
-        "after / before": statistics.median(after) / statistics.median(before),
+def build_report(arguments: argparse.Namespace, label: str, timings: dict[str, list[Timing]]) -> Report:
+    """Series of the three kinds, and the ratios of each round."""
+    series = {kind: [t.generated_rate for t in found] for kind, found in timings.items()}
+    ratios = {
+        f"{kind} / {UPSTREAM}": [a / b for a, b in zip(series[kind], series[UPSTREAM], strict=True)]
+        for kind in (IDLE, CAPTURED)
     }
-    rounds = [{kind: [vars(t) for t in timings] for kind, timings in part.items()} for part in found]
     return Report(
         "decode_overhead",
         label,
@@ -113,8 +107,7 @@ def build_report(arguments: argparse.Namespace, label: str, found: list[dict[str
         plain(arguments),
         series=series,
         ratios=ratios,
-        figures=figures,
-        details={"servers": rounds},
+        details={"rounds": {kind: [vars(t) for t in found] for kind, found in timings.items()}},
     )
 
 
@@ -126,21 +119,25 @@ def main() -> None:
         "ring_bytes": int(arguments.ring_gib * 2**30),
         "min_free_bytes": 0,
     }
-    found = []
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as servers:
         model = arguments.model or write_model(Path(temporary, "model"), SHAPES[arguments.shape])
         vocab_size = text_config(model)["vocab_size"]
         log = Path(os.environ.get("HS_BENCHMARK_LOG", str(Path(temporary, "server.log"))))
-        for kinds in ((UPSTREAM,), (IDLE, CAPTURED), (UPSTREAM,)):
-            flags, environment = server_flags(None if kinds == (UPSTREAM,) else capture, cpu=arguments.cpu)
-            flags += ["--load-format", "dummy", "--max-running-requests", str(arguments.requests)]
-            if arguments.cpu:
-                flags.append("--disable-decode-cuda-graph")  # there are none without a GPU
-            with served(model, log, [*flags, *arguments.sglang], environment) as url:
-                found.append(measure(url, kinds, arguments, vocab_size))
-                if CAPTURED in kinds:
-                    rounds = arguments.rounds + WARM_UP_ROUNDS
-                    counters = captured_samples(arguments.output, arguments.requests * rounds)
+        tokens = arguments.requests * (arguments.length + arguments.generate + 64)
+        common = ["--load-format", "dummy", "--max-running-requests", str(arguments.requests)]
+        # Two servers share the GPU: the KV cache is as large as what is in flight, and no larger.
+        common += ["--max-total-tokens", str(tokens), "--mem-fraction-static", "0.4"]
+        if arguments.cpu:
+            common.append("--disable-decode-cuda-graph")  # there are none without a GPU
+        urls = {}
+        for kinds, settings in (((UPSTREAM,), None), ((IDLE, CAPTURED), capture)):
+            flags, environment = server_flags(settings, cpu=arguments.cpu)
+            name = log.with_stem(f"{log.stem}-{'plugin' if settings else 'upstream'}")
+            server = served(model, name, [*flags, *common, *arguments.sglang], environment)
+            urls |= dict.fromkeys(kinds, servers.enter_context(server))
+        found = measure(urls, arguments, vocab_size)
+        rounds = arguments.rounds + WARM_UP_ROUNDS
+        counters = captured_samples(arguments.output, arguments.requests * rounds)
     label = arguments.model.name if arguments.model else arguments.shape
     report = build_report(arguments, label, found)
     report.details["session_counters"] = vars(counters)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -77,6 +78,9 @@ def server_flags(capture: dict[str, Any] | None, *, cpu: bool) -> tuple[list[str
     return flags, environment
 
 
+_servers = itertools.count()
+
+
 @contextlib.contextmanager
 def served(model: Path, log: Path, flags: Sequence[str], environment: dict[str, str]) -> Iterator[str]:
     """Run ``sglang.launch_server`` and give its URL once it is healthy.
@@ -84,7 +88,7 @@ def served(model: Path, log: Path, flags: Sequence[str], environment: dict[str, 
     Raises:
         RuntimeError: it ended, or did not become healthy; with the end of its log.
     """
-    port = 30000 + os.getpid() % 10000
+    port = 30000 + (os.getpid() * 16 + next(_servers)) % 10000
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port), *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -120,29 +120,26 @@ def test_decode_warms_up_and_takes_turns(monkeypatch):
     asked = []
 
     def one_round(url, kind, number, arguments, vocab_size):
-        asked.append((kind, number))
+        asked.append((url, kind, number))
         return Timing(0, 100, 1.0, None)
 
     monkeypatch.setattr(decode_overhead, "one_round", one_round)
-    found = decode_overhead.measure("", (IDLE, CAPTURED), argparse.Namespace(rounds=2), 100)
-    assert [number for _, number in asked] == [-2, -2, -1, -1, 0, 0, 1, 1]
-    assert [kind for kind, _ in asked] == [CAPTURED, IDLE, IDLE, CAPTURED, CAPTURED, IDLE, IDLE, CAPTURED]
-    assert {kind: len(timings) for kind, timings in found.items()} == {IDLE: 2, CAPTURED: 2}
+    urls = {UPSTREAM: "a", IDLE: "b", CAPTURED: "b"}
+    found = decode_overhead.measure(urls, argparse.Namespace(rounds=2), 100)
+    assert [number for *_, number in asked] == [-2] * 3 + [-1] * 3 + [0] * 3 + [1] * 3
+    assert [kind for _, kind, _ in asked[:6]] == [IDLE, CAPTURED, UPSTREAM, CAPTURED, UPSTREAM, IDLE]
+    assert all(urls[kind] == url for url, kind, _ in asked)
+    assert {kind: len(timings) for kind, timings in found.items()} == dict.fromkeys(urls, 2)
 
 
-def test_decode_is_compared_with_both_upstream_servers():
+def test_decode_is_compared_round_by_round():
     def timings(*rates: int) -> list[Timing]:
         return [Timing(0, rate, 1.0, None) for rate in rates]
 
-    found = [
-        {UPSTREAM: timings(90, 100)},
-        {IDLE: timings(100, 95), CAPTURED: timings(50, 80)},
-        {UPSTREAM: timings(100, 110)},
-    ]
+    found = {UPSTREAM: timings(100, 200), IDLE: timings(100, 190), CAPTURED: timings(50, 160)}
     report = decode_overhead.build_report(argparse.Namespace(), "toy", found)
-    assert report.series[UPSTREAM] == [90.0, 100.0, 100.0, 110.0]
+    assert report.series[UPSTREAM] == [100.0, 200.0]
     assert report.ratios == {f"{IDLE} / {UPSTREAM}": [1.0, 0.95], f"{CAPTURED} / {UPSTREAM}": [0.5, 0.8]}
-    assert list(report.figures.values()) == [95.0, 105.0, 105.0 / 95.0]
 
 
 def test_a_plugin_that_captured_too_little_is_an_error(tmp_path, monkeypatch):
