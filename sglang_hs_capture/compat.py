@@ -94,7 +94,6 @@ class EngineSettings:
     pd_multiplexing: bool
     disaggregation: bool
     aux_hidden_states: bool
-    pp_size: int
     dp_size: int
 
 
@@ -147,7 +146,6 @@ def engine_settings() -> EngineSettings:
         pd_multiplexing=bool(_read(args, "enable_pdmux")),
         disaggregation=_read(args, "disaggregation_mode") != "null",
         aux_hidden_states=bool(_read(args, "enable_return_aux_hidden_states", introduced=(0, 5, 23), default=False)),
-        pp_size=int(_read(args, "pp_size")),
         dp_size=int(_read(args, "dp_size")) * attn_dp,
     )
 
@@ -174,6 +172,15 @@ def ranks() -> Ranks:
     return Ranks(
         attn_tp_rank=int(parallel.attn_tp_rank), dp_rank=int(parallel.attn_dp_rank), pp_rank=int(parallel.pp_rank)
     )
+
+
+def stage_layers(decoder: Any) -> range:
+    """The decoder layers that this pipeline stage holds; all of them without pipeline parallelism.
+
+    Args:
+        decoder: a ``DeepseekV2Model``, whose ``layers`` has placeholders for those of other stages.
+    """
+    return range(int(decoder.start_layer), int(decoder.end_layer))
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,15 @@ def make_columns(boundaries: Sequence[int], final: Final) -> tuple[Column, ...]:
     return (*(Column(boundary=b) for b in boundaries), *(Column(final=f) for f in finals))
 
 
+def stage_columns(columns: Sequence[Column], layers: range, num_layers: int) -> tuple[Column, ...]:
+    """Those of ``columns`` that a pipeline stage with these decoder layers can capture, in the same order.
+
+    A boundary belongs to the stage whose layer it enters, the final state to the stage that has the last layer.
+    """
+    last = layers.stop == num_layers
+    return tuple(c for c in columns if (last if c.boundary is None else c.boundary in layers))
+
+
 def output_of_layer_ids(boundaries: Sequence[int]) -> list[int]:
     """The same states in the convention "output of layer i" (SpecForge, ModelOpt, speculators to 0.4).
 

@@ -78,8 +78,9 @@ def _attach(
     num_layers = int(text_config.num_hidden_layers)
     boundaries = layers.resolve_boundaries(capture_config.layers, num_layers)
     columns = layers.make_columns(boundaries, capture_config.final)
-    taps = Taps(decoder, columns)
-    if place.attn_tp_rank != 0:
+    mine = layers.stage_columns(columns, compat.stage_layers(decoder), num_layers)
+    taps = Taps(decoder, mine)
+    if place.attn_tp_rank != 0 or not mine:
         return Capture(taps, capture_config.rid_prefix)
     model_config = _model_config(settings.model_path)
     info = DatasetInfo(
@@ -96,6 +97,7 @@ def _attach(
         sglang_version=compat.sglang_version(),
     )
     session.model = model_identity(info)
+    session.columns = [column.name for column in mine]
     session.architecture_class = f"{type(model).__module__}.{type(model).__qualname__}"
     session.context_length = settings.context_length
     session.max_prompt_tokens = settings.context_length - 1
@@ -107,17 +109,17 @@ def _attach(
         taps,
         capture_config,
         info,
-        columns,
+        mine,
         session=session,
         served_name=settings.served_name,
-        device=next(decoder.norm.parameters()).device,
+        device=next(model.parameters()).device,
         staging_rows=chunk if chunk > 0 else settings.max_prefill_tokens,
-        norm=decoder.norm,
+        norm=decoder.norm if any(column.final for column in mine) else None,
     )
     # A killed process loses nothing that was acknowledged; one that ends in order also finishes its shard.
     atexit.register(capture.close)
     logger.info(
-        "hs_capture: capturing %s of requests %r* into %s", info.columns, capture_config.rid_prefix, session.writer
+        "hs_capture: capturing %s of requests %r* into %s", session.columns, capture_config.rid_prefix, session.writer
     )
     return capture
 

@@ -52,7 +52,6 @@ def _rules(s: EngineSettings) -> list[tuple[bool, str]]:
             s.aux_hidden_states,
             "SGLang's own --enable-return-aux-hidden-states captures the same layer inputs; remove it",
         ),
-        (s.pp_size > 1, f"pipeline parallelism is not supported yet; set --pp-size to 1 (it is {s.pp_size})"),
         (
             s.dp_size > 1,
             f"data parallelism is not supported yet; set its sizes to 1 (they make {s.dp_size}), or start "

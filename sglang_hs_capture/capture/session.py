@@ -99,9 +99,20 @@ class WritingCapture(Capture):
         served_name: str,
         device: torch.device,
         staging_rows: int,
-        norm: torch.nn.Module,
+        norm: torch.nn.Module | None,
     ) -> None:
         """Allocate the buffers and start the writing process, which opens the dataset.
+
+        Args:
+            taps: hand over the states of ``columns``.
+            config: the settings.
+            info: what the dataset holds.
+            columns: those of its columns that come in this process.
+            session: the record to be kept up to date; complete but for the counters.
+            served_name: the model's name in SGLang's metrics.
+            device: where states come from.
+            staging_rows: rows of the largest forward that is expected.
+            norm: the final norm, whose weight is stored beside the dataset; None where another stage has it.
 
         Raises:
             StoreError: the dataset cannot be written, or is of another model or other settings.
@@ -111,7 +122,7 @@ class WritingCapture(Capture):
         super().__init__(taps, config.rid_prefix)
         self._columns, self._device, self._norm, self._info = columns, device, norm, info
         self._directory = Path(config.output_dir)
-        memory = self._memory = RingMemory.create(config.ring_bytes, info.row_bytes)
+        memory = self._memory = RingMemory.create(config.ring_bytes, len(columns) * info.column_bytes)
         self._staging = Staging(
             device,
             staging_rows,
@@ -152,8 +163,8 @@ class WritingCapture(Capture):
         return self._take
 
     def _begin(self, batch: compat.PrefillBatch, plan: RowPlan) -> None:
-        if not self._norm_sent:
-            self._send_norm()
+        if self._norm is not None and not self._norm_sent:
+            self._send_norm(self._norm)
         index = plan.row_index()
         row_index = None
         if index is not None:
@@ -168,9 +179,9 @@ class WritingCapture(Capture):
             set(),
         )
 
-    def _send_norm(self) -> None:
+    def _send_norm(self, norm: torch.nn.Module) -> None:
         # Only now, at the first batch: the weights are loaded after the model is built.
-        weight: torch.Tensor = self._norm.weight.detach()  # type: ignore[operator]
+        weight: torch.Tensor = norm.weight.detach()  # type: ignore[operator]
         if weight.dtype not in _NORM_DTYPES:
             weight = weight.float()
         self._writer.send(

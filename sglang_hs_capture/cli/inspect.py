@@ -33,7 +33,9 @@ def inspect(
 def describe(directory: Path, index: DatasetIndex) -> dict[str, Any]:
     """The account of a dataset, ready for JSON."""
     info = index.info
-    rows = sum(entry.state.rows for entry in index.shards)
+    # Stages of a pipeline store each row's columns apart: a row is counted where its first column is.
+    rows = sum(entry.state.rows for entry in index.shards if info.columns[0] in entry.state.record.columns)
+    size = sum(entry.state.rows * len(entry.state.record.columns) for entry in index.shards) * info.column_bytes
     used = _used_rows(index)
     tokens = sum(sample.length for sample in index.samples)
     finished = sum(entry.state.finished for entry in index.shards)
@@ -58,7 +60,7 @@ def describe(directory: Path, index: DatasetIndex) -> dict[str, Any]:
         "rows_without_sample": rows - used,
         # The share of the samples' tokens whose row was there; in compute, less what was computed in vain.
         "reused": {"disk": _share(tokens - used, tokens), "compute": _share(tokens - rows, tokens)},
-        "bytes": rows * info.row_bytes,
+        "bytes": size,
         "shards": {"finished": finished, "unfinished": len(index.shards) - finished},
         "requests": {
             "asked": len(index.requested),
@@ -104,6 +106,8 @@ def _used_rows(index: DatasetIndex) -> int:
     extents: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
     for sample in index.samples:
         for part in sample.parts:
+            if index.info.columns[0] not in part.columns:
+                continue
             for shard, start, count in part.extents:
                 extents[part.writer, shard].append((start, start + count))
     return sum(_covered(ranges) for ranges in extents.values())

@@ -16,7 +16,7 @@ from sglang_hs_capture.driver.launch import LOOPBACK, LaunchPlan
 from sglang_hs_capture.driver.serverlog import cause_of_death, import_warning, read_tail
 from sglang_hs_capture.errors import EngineError, GuardError, class_of_kind
 from sglang_hs_capture.store import fs
-from sglang_hs_capture.store.session import SessionRecord, read_sessions
+from sglang_hs_capture.store.session import SessionRecord, missing_columns, read_sessions
 
 LOG_FILE = "server.log"
 POLL_S = 0.25
@@ -119,6 +119,11 @@ class ManagedServer:
                 "SGLang is serving the built-in class; the capture package did not load"
                 + (f": {warning}" if warning else "")
                 + f"; see {self.log_path}"
+            )
+        if missing := missing_columns(sessions):
+            raise EngineError(
+                f"the server is up, but no process of it captures {', '.join(missing)}: expected one of each pipeline "
+                f"stage that has such layers; see {self.log_path}"
             )
         return sessions
 

@@ -16,7 +16,7 @@ from sglang_hs_capture.model_config import ModelConfig
 from sglang_hs_capture.store.identity import DATASET_FILE, read_info
 from sglang_hs_capture.store.recovery import recover_dataset
 from sglang_hs_capture.store.schema import DatasetInfo
-from sglang_hs_capture.store.session import SessionRecord, is_running, read_sessions
+from sglang_hs_capture.store.session import SessionRecord, is_running, missing_columns, read_sessions
 
 Say = Callable[[str], None]
 
@@ -142,6 +142,11 @@ class RunningServer(Target):
             raise EngineError(
                 f"{self._url} answers, but no server captures into {self._directory}: start it with `hs-capture serve "
                 f"--output {self._directory}`, and see its log for a warning about sglang_hs_capture"
+            )
+        if missing := missing_columns(sessions):
+            raise EngineError(
+                f"{self._url} answers, but none of its processes captures {', '.join(missing)} into {self._directory}: "
+                "expected one of each pipeline stage that has such layers; see the server's log"
             )
         if differences := self._expected(read_info(self._directory)):
             raise DatasetMismatchError(

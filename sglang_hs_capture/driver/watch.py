@@ -3,21 +3,30 @@
 from pathlib import Path
 
 from sglang_hs_capture.errors import StoreError, class_of_kind
+from sglang_hs_capture.store.identity import read_info
 from sglang_hs_capture.store.journal import JournalTail
 from sglang_hs_capture.store.replay import journal_path, journal_writers
-from sglang_hs_capture.store.schema import FailureRecord, SampleRecord
+from sglang_hs_capture.store.schema import FailureRecord, SampleRecord, ShardRecord
 from sglang_hs_capture.store.session import Counters, SessionRecord, read_sessions
+
+_SHARED = ("rows", "samples", "failed", "incomplete")
 
 
 class JournalWatch:
-    """Follows every journal of a dataset, those included that appear later."""
+    """Follows every journal of a dataset, those included that appear later.
+
+    With pipeline parallelism every stage acknowledges a sample for its own columns; the last one makes it whole.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._tails: dict[str, JournalTail] = {}
+        self._columns: dict[tuple[str, int], tuple[str, ...]] = {}
+        self._missing: dict[tuple[str, int, int], frozenset[str]] = {}
+        self._all: frozenset[str] = frozenset()
 
     def poll(self) -> list[SampleRecord | FailureRecord]:
-        """The samples acknowledged and the failures recorded since the last call.
+        """The samples acknowledged, with all columns of the dataset, and the failures recorded since the last call.
 
         Raises:
             CorruptionError: a journal is damaged.
@@ -26,11 +35,25 @@ class JournalWatch:
         for writer in journal_writers(self._directory):
             tail = self._tails.setdefault(writer, JournalTail(journal_path(self._directory, writer)))
             for raw in tail.poll():
-                if raw["t"] == "sample":
-                    found.append(SampleRecord.from_json(raw))
+                if raw["t"] == "shard":
+                    shard = ShardRecord.from_json(raw)
+                    self._columns[writer, shard.shard] = shard.columns
+                elif raw["t"] == "sample":
+                    sample = SampleRecord.from_json(raw)
+                    if self._is_whole(writer, sample):
+                        found.append(sample)
                 elif raw["t"] == "failed":
                     found.append(FailureRecord.from_json(raw))
         return found
+
+    def _is_whole(self, writer: str, sample: SampleRecord) -> bool:
+        key = (sample.rid, sample.length, sample.end_hash)
+        # What a dataset holds never changes, and is written before the first sample.
+        self._all = self._all or frozenset(read_info(self._directory).columns)
+        missing = self._missing.pop(key, self._all).difference(self._columns[writer, sample.extents[0].shard])
+        if missing:
+            self._missing[key] = missing
+        return not missing
 
 
 class SessionWatch:
@@ -67,11 +90,20 @@ class SessionWatch:
                 raise kind(f"capture has stopped: {reason}{safe}; run again to go on")
 
     def counters(self) -> Counters:
-        """What all writers together have done since the watch began."""
+        """What all writers together have done since the watch began.
+
+        The stages of a pipeline count the same rows and samples, each for its own columns: the furthest one tells.
+        """
         total = Counters()
+        shared: dict[tuple[str, str], float] = {}
         for record in self._latest.values():
             base = self._base.get(record.session_id, Counters())
+            replica = record.writer.split("-", maxsplit=1)[0]
             for name, value in vars(record.counters).items():
                 gain = value if name == "ring_bytes" else value - getattr(base, name)
+                if name in _SHARED:
+                    gain, before = max(gain, shared.get((replica, name), 0)), shared.get((replica, name), 0)
+                    shared[replica, name] = gain
+                    gain -= before
                 setattr(total, name, getattr(total, name) + gain)
         return total

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -55,6 +55,8 @@ class SessionRecord:
         run_id: given by ``hs-capture run`` to recognise its own server; empty otherwise.
         prefix_cache: whether prefixes computed for one request are reused for another.
         model: the model's identity, as in ``dataset.json``.
+        columns: those of the dataset's columns that this writer captures; none in records of older releases, which
+            captured all.
         draft_ids: the captured boundaries in each convention.
     """
 
@@ -72,6 +74,7 @@ class SessionRecord:
     torch_version: str = ""
     plugin_version: str = ""
     model: dict[str, Any] = field(default_factory=dict)
+    columns: list[str] = field(default_factory=list)
     architecture_class: str = ""
     rid_prefix: str = ""
     context_length: int = 0
@@ -129,6 +132,16 @@ def read_session(path: Path) -> SessionRecord | None:
     """
     raw = read_object(path, _REMEDY)
     return None if raw is None else SessionRecord.from_json(raw, str(path))
+
+
+def missing_columns(sessions: Iterable[SessionRecord]) -> list[str]:
+    """The dataset's columns that none of a server's writers captures, as where a pipeline stage is not up."""
+    wanted: list[str] = []
+    there: set[str] = set()
+    for record in sessions:
+        wanted = record.model.get("columns", wanted)
+        there.update(record.columns or wanted)
+    return [name for name in wanted if name not in there]
 
 
 def read_sessions(directory: Path) -> list[SessionRecord]:

@@ -96,6 +96,8 @@ class Committer:
         self._slots = SlotTable()
         self._open: list[_OpenRequest] = []
         self._row = 0
+        # The last prefill forward, and the first one from which on all requests of all forwards were captured.
+        self._number = self._all_seen = -1
         self._inflight = InFlight()
         self._deferred: list[tuple[float, _OpenRequest]] = []
         self._dirty_since: float | None = None
@@ -216,8 +218,13 @@ class Committer:
 
     def _begin(self, header: BatchHeader, metadata: np.ndarray, absmax: np.ndarray) -> None:
         meta = HostMetadata(metadata, header)
+        if header.number != self._number + 1:
+            self._all_seen = header.number
+        self._number = header.number
         self._row = 0
         self._open = [self._open_request(kept, meta, absmax, header.number) for kept in header.plan.requests]
+        if len(header.plan.requests) != header.n_requests:
+            self._all_seen = header.number + 1
 
     def _open_request(self, kept: KeptRequest, meta: HostMetadata, absmax: np.ndarray, number: int) -> _OpenRequest:
         rows = slice(kept.source, kept.source + kept.length)
@@ -226,9 +233,10 @@ class Committer:
         state, name = self._inflight.enter(kept.rid, kept.prefix_len), parse_rid(kept.rid)
         found = self._slots.lookup(meta.prefix_slots(kept), state.serial, own_only=name is None)
         problem = state.problem
-        if name is None and kept.prefix_len and isinstance(found, Prefix) and state.last_prefill != number - 1:
-            # SGLang computes a prompt's chunks in one prefill forward after the other. What comes later is another
-            # request of the same id, the first one was aborted, and its slots may hold another prompt's rows by now.
+        if name is None and kept.prefix_len and isinstance(found, Prefix) and state.last_prefill + 1 < self._all_seen:
+            # Between a prompt's chunks come at most forwards of captured requests, and with pipeline parallelism only.
+            # Else this may be another request of the same id, the first one was aborted, and its slots may hold rows
+            # of a prompt that was not seen.
             found = "its chunks were interrupted: the id was used before, by a request that was aborted"
         state.last_prefill = number
         if isinstance(found, str):

@@ -1,5 +1,7 @@
 """The layer convention: presets, refusals, and conversions to others' ids."""
 
+import itertools
+
 import pytest
 
 from sglang_hs_capture import layers
@@ -61,3 +63,13 @@ def test_boundaries_that_a_convention_cannot_name_are_left_out_or_refused():
         layers.output_of_layer_ids([0, 5])
     with pytest.raises(ConfigError, match="starts with 1"):
         layers.sglang_draft_ids([1, 5])
+
+
+@pytest.mark.parametrize("bounds", [(0, 61), (0, 31, 61), (0, 3, 4, 31, 32, 59, 61), (0, 16, 31, 46, 61)])
+def test_stages_share_the_columns_among_them_in_order(bounds):
+    columns = layers.make_columns((0, 3, 31, 59), Final.BOTH)
+    stages = [layers.stage_columns(columns, range(a, b), 61) for a, b in itertools.pairwise(bounds)]
+    assert tuple(column for stage in stages for column in stage) == columns
+    assert [c.name for c in stages[-1]][-2:] == ["final:pre_norm", "final:post_norm"]
+    for (a, b), stage in zip(itertools.pairwise(bounds), stages, strict=True):
+        assert all(a <= column.boundary < b for column in stage if column.boundary is not None)

@@ -26,7 +26,6 @@ GOOD = EngineSettings(
     pd_multiplexing=False,
     disaggregation=False,
     aux_hidden_states=False,
-    pp_size=1,
     dp_size=1,
 )
 
@@ -49,7 +48,6 @@ def test_the_documented_launch_passes():
         ({"pd_multiplexing": True}, "--enable-pdmux"),
         ({"disaggregation": True}, "--disaggregation-mode"),
         ({"aux_hidden_states": True}, "--enable-return-aux-hidden-states"),
-        ({"pp_size": 2}, "--pp-size"),
         ({"dp_size": 2}, "data parallelism"),
     ],
 )

@@ -16,6 +16,7 @@ from sglang_hs_capture.store.session import (
     Counters,
     SessionRecord,
     is_running,
+    missing_columns,
     read_session,
     read_sessions,
     session_path,
@@ -125,3 +126,15 @@ def test_a_process_is_running_gone_or_out_of_sight(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "kill", refuse)
     record.host = socket.gethostname()
     assert is_running(record) is True
+
+
+def test_columns_that_no_stage_captures_are_named():
+    def stage(number: int, *columns: str) -> SessionRecord:
+        model = {"columns": ["boundary:3", "boundary:31", "final:pre_norm"]}
+        return SessionRecord(f"dp0-pp{number}", "5e55", 1, "here", model=model, columns=list(columns))
+
+    first, last = stage(0, "boundary:3"), stage(2, "final:pre_norm")
+    assert missing_columns([first, last]) == ["boundary:31"]
+    assert missing_columns([first, stage(1, "boundary:31"), last]) == []
+    assert missing_columns([stage(0)]) == [], "a record of an older release, whose only writer had all"
+    assert missing_columns([]) == []

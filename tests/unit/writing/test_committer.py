@@ -315,6 +315,25 @@ def test_a_full_disk_stops_capture_and_keeps_samples(tmp_path):
     assert {r["rid"] for r in journal(tmp_path) if r["t"] == "sample"} == {"hs-kept"}
 
 
+def test_chunks_of_a_pipeline_may_have_forwards_of_other_captured_requests_between(tmp_path):
+    """With pipeline parallelism two batches of requests take turns."""
+    engine = Engine(tmp_path)
+    one, other = list(range(30)), list(range(50, 80))
+    for start in (0, 10, 20):
+        engine.forward([("hs-1", one, start, start + 10)])
+        engine.forward([("hs-2", other, start, start + 10)])
+    engine.forward([("hs-3", one, 0, 10)])
+    engine.forward([("hs-4", other, 0, 10), ("x", [1], 0, 1)])
+    engine.forward([("hs-3", one, 10, 30)])
+    engine.finish()
+    samples = read_samples(tmp_path)
+    assert set(samples) == {"hs-1", "hs-2"}
+    assert torch.equal(samples["hs-1"], Engine.states(one))
+    assert torch.equal(samples["hs-2"], Engine.states(other))
+    (failed,) = [r for r in journal(tmp_path) if r["t"] == "failed"]
+    assert failed["rid"] == "hs-3", "a request that was not captured came between"
+
+
 def test_many_short_prompts_in_a_batch_are_one_write(tmp_path):
     writes = []
 

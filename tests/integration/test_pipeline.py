@@ -1,0 +1,77 @@
+"""Pipeline parallelism on the real engine: each stage stores what its layers hold, and the reader joins the stages."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_hs_capture import HiddenStateDataset
+from sglang_hs_capture.layers import Final
+from sglang_hs_capture.store.session import read_sessions
+from sglang_hs_capture.verify.parity import reference_states
+
+pytestmark = pytest.mark.engine
+
+CHUNK = 64
+TOLERANCE = 1e-5
+BOUNDARIES = (0, 3, 4, 7)
+COMMAND = [sys.executable, "-m", "sglang_hs_capture.cli.main"]
+
+
+def prompts() -> dict[str, list[int]]:
+    """Of every length around the chunk, some with a prefix in common, some longer than three chunks."""
+    choose = random.Random(7)
+
+    def tokens(n: int) -> list[int]:
+        return [choose.randrange(5, 2000) for _ in range(n)]
+
+    shared = tokens(100)
+    found = {f"alone-{n}": tokens(n) for n in (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5)}
+    return found | {f"shared-{n}": shared[:n] + tokens(20 + n) for n in (30, 64, 80, 100)}
+
+
+def test_stages_of_a_pipeline_store_their_own_columns_and_samples_are_whole(deepseek_checkpoint: Path, tmp_path: Path):
+    data, dataset = tmp_path / "data.jsonl", tmp_path / "dataset"
+    asked = prompts()
+    data.write_text("".join(json.dumps({"id": name, "input_ids": ids}) + "\n" for name, ids in asked.items()))
+    words = ["run", "--model", deepseek_checkpoint, "--data", data, "--output", dataset, "--dtype", "float32"]
+    words += ["--min-free-gb", "0", "--layers", ",".join(map(str, BOUNDARIES)), "--final", "both"]
+    words += ["--", "--pp-size", "2", "--chunked-prefill-size", str(CHUNK)]
+    done = subprocess.run(
+        [*COMMAND, *map(str, words)],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+        capture_output=True,
+        text=True,
+        timeout=420,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    sessions = {record.writer: record.columns for record in read_sessions(dataset)}
+    assert sessions == {
+        "dp0-pp0": ["boundary:0", "boundary:3"],
+        "dp0-pp1": ["boundary:4", "boundary:7", "final:pre_norm", "final:post_norm"],
+    }
+    got = HiddenStateDataset(dataset)
+    assert {sample.id for sample in got.samples} == set(asked)
+    assert all(len(sample.parts) == 2 for sample in got.samples)
+    for number, entry in enumerate(got.samples):
+        sample = got[number]
+        assert sample["input_ids"].tolist() == asked[entry.id]
+        expected = reference_states(deepseek_checkpoint, asked[entry.id], BOUNDARIES, Final.BOTH)
+        for state, reference in zip(sample["hidden_states"], expected, strict=True):
+            error = (state - reference).norm(dim=1) / reference.norm(dim=1)
+            assert float(torch.max(error)) <= TOLERANCE, entry.id
+    weight, _ = got.final_norm()
+    assert weight.numel() == got[0]["hidden_states"][0].shape[1]
+    account = json.loads(
+        subprocess.run([*COMMAND, "inspect", str(dataset), "--json"], capture_output=True, text=True, check=True).stdout
+    )
+    unique = {tuple(ids[:n]) for ids in asked.values() for n in range(1, len(ids) + 1)}
+    assert account["samples"] == len(asked)
+    assert account["rows"] == len(unique), "each prefix is computed and stored once, at both stages"
+    assert account["bytes"] == account["rows"] * 6 * 192 * 4
