@@ -94,7 +94,8 @@ class EngineSettings:
     pd_multiplexing: bool
     disaggregation: bool
     aux_hidden_states: bool
-    dp_size: int
+    dp_attention: bool
+    nameless_replicas: bool
 
 
 def _read(args: Any, name: str, *, introduced: tuple[int, ...] | None = None, default: Any = None) -> Any:
@@ -121,11 +122,10 @@ def engine_settings() -> EngineSettings:
         Phase,
         check_cuda_graph_backend,
     )
-    from sglang.srt.runtime_context import get_server_args, get_serving
+    from sglang.srt.runtime_context import get_parallel, get_server_args, get_serving
 
     args = get_server_args()
     model_config = ModelConfig.from_server_args(args)
-    # 0.5.17 counts attention-DP groups in dp_size; 0.5.23 has a size of its own for them.
     attn_dp = int(_read(args, "attn_dp_size", introduced=(0, 5, 23), default=1) or 1)
     context_parallel = max(int(_read(args, name) or 1) for name in ("attn_cp_size", "dcp_size")) > 1
     return EngineSettings(
@@ -146,7 +146,8 @@ def engine_settings() -> EngineSettings:
         pd_multiplexing=bool(_read(args, "enable_pdmux")),
         disaggregation=_read(args, "disaggregation_mode") != "null",
         aux_hidden_states=bool(_read(args, "enable_return_aux_hidden_states", introduced=(0, 5, 23), default=False)),
-        dp_size=int(_read(args, "dp_size")) * attn_dp,
+        dp_attention=bool(_read(args, "enable_dp_attention")) or attn_dp > 1,
+        nameless_replicas=int(_read(args, "dp_size")) > 1 and not hasattr(get_parallel(), "dp_rank"),
     )
 
 
@@ -169,9 +170,9 @@ def ranks() -> Ranks:
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
-    return Ranks(
-        attn_tp_rank=int(parallel.attn_tp_rank), dp_rank=int(parallel.attn_dp_rank), pp_rank=int(parallel.pp_rank)
-    )
+    # None without SGLang's data-parallel controller.
+    replica = getattr(parallel, "dp_rank", None)
+    return Ranks(attn_tp_rank=int(parallel.attn_tp_rank), dp_rank=int(replica or 0), pp_rank=int(parallel.pp_rank))
 
 
 def stage_layers(decoder: Any) -> range:

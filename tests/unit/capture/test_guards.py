@@ -26,7 +26,8 @@ GOOD = EngineSettings(
     pd_multiplexing=False,
     disaggregation=False,
     aux_hidden_states=False,
-    dp_size=1,
+    dp_attention=False,
+    nameless_replicas=False,
 )
 
 
@@ -48,7 +49,8 @@ def test_the_documented_launch_passes():
         ({"pd_multiplexing": True}, "--enable-pdmux"),
         ({"disaggregation": True}, "--disaggregation-mode"),
         ({"aux_hidden_states": True}, "--enable-return-aux-hidden-states"),
-        ({"dp_size": 2}, "data parallelism"),
+        ({"dp_attention": True}, "--enable-dp-attention"),
+        ({"nameless_replicas": True}, "--dp-size"),
     ],
 )
 def test_each_wrong_mode_names_its_flag(change, named):
