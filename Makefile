@@ -15,13 +15,13 @@ demo: $(STAMP)
 test: lint unit integration
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest -q tests/unit
+	$(BIN)/python -m pytest -q tests/unit -m "not slow"
 
 integration: $(STAMP)
 	$(BIN)/python -m pytest -q tests/integration -m "not slow"
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -q tests/integration -m slow
+	$(BIN)/python -m pytest -q tests -m "slow and not gpu"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -95,6 +95,7 @@ def test_stages_of_a_pipeline_store_their_own_columns_and_samples_are_whole(
     assert account["bytes"] == account["rows"] * 6 * 192 * 4
 
 
+@pytest.mark.slow
 def test_replicas_of_one_server_write_apart_into_one_dataset(deepseek_checkpoint: Path, tmp_path: Path):
     dataset = run(deepseek_checkpoint, tmp_path, "--dp-size", "2")
     sessions = read_sessions(dataset)

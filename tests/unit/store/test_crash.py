@@ -221,7 +221,9 @@ def recoverable_states(
     return states
 
 
-def test_killed_at_every_step_of_recovery(directory: Path) -> None:
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_at_every_step_of_recovery(directory: Path, stride: int) -> None:
+    """With a stride only every so-manyth step, a different part of them for each state."""
     states = recoverable_states(directory, torn=False) | recoverable_states(directory / "torn", torn=True)
     assert len(states) > 8
     flowing = recoverable_states(directory / "flowing", False, capture_flowing, sync_s=0.003)
@@ -231,14 +233,14 @@ def test_killed_at_every_step_of_recovery(directory: Path) -> None:
     states |= {kind: flowing[kind] for kind in several}
     deepest = 0
     for number, (state, acknowledged) in enumerate(states.values()):
-        step = 0
+        step = number % stride
         killed = True
         while killed:
             target = directory / f"recovery-{number}-{step}"
             shutil.copytree(state, target)
             killed, _ = run_killed(lambda report, d=target: report([open_store(d).writer]), step, torn=True)
             check_survived(target, acknowledged)
-            step += 1
+            step += stride
         deepest = max(deepest, step)
     assert deepest > 15
 
