@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from sglang_hs_capture.writing.plan import BatchHeader, RowPlan
 from sglang_hs_capture.writing.reporter import SessionReporter
 
 logger = logging.getLogger(__name__)
+
+_TELL_AGAIN_S = 1.0
 
 _NORM_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -237,9 +240,20 @@ class WritingCapture(Capture):
     def _writer_ended(self, error: HsCaptureError) -> None:
         self._stopped.set()
         logger.error("hs_capture: capture stopped, the server goes on: %s", error)
-        written = read_session(session_path(self._directory, self._session.writer))
-        if written is not None and written.session_id == self._session.session_id and written.state == "ready":
-            SessionReporter(self._directory, written).stopped(error, written.counters)
+        # A driver waits for samples until it reads this, and what hinders the writing of it may pass, as a full disk.
+        while not self._tell_end(error):
+            time.sleep(_TELL_AGAIN_S)
+
+    def _tell_end(self, error: HsCaptureError) -> bool:
+        """Have the session record say that capture has stopped, unless it says so already; whether that was done."""
+        try:
+            written = read_session(session_path(self._directory, self._session.writer))
+            if written is not None and written.session_id == self._session.session_id and written.state == "ready":
+                SessionReporter(self._directory, written).stopped(error, written.counters)
+        except (HsCaptureError, OSError) as problem:
+            logger.error("hs_capture: could not say that capture has stopped, trying again: %s", problem)
+            return False
+        return True
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Store what is under way and finish the shard."""

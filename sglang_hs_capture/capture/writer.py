@@ -1,5 +1,6 @@
 """The model process's side of the writing process: started, spoken to, and missed when it is gone."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -13,6 +14,18 @@ import sglang_hs_capture
 from sglang_hs_capture.errors import EngineError, HsCaptureError
 from sglang_hs_capture.staging.ring import RingMemory
 from sglang_hs_capture.writing.messages import Channel, Failure, Message, Opened, Setup, Stop, error_of
+
+logger = logging.getLogger(__name__)
+
+WRITING_MODULE = "sglang_hs_capture.writing"
+
+
+def _module_path() -> str:
+    """Where this process finds its modules, so that the writing process finds the same ones in the same order."""
+    root = str(Path(sglang_hs_capture.__file__).parents[1])
+    # Last: it may be a folder of packages that has no place before the standard library.
+    paths = [*sys.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep), root]
+    return os.pathsep.join(dict.fromkeys(os.path.abspath(path) for path in paths if path))
 
 
 class Writer:
@@ -30,17 +43,21 @@ class Writer:
             HsCaptureError: it could not open the dataset; of the class it named.
             EngineError: it did not start.
         """
-        ours, theirs = Pipe()
-        root = str(Path(sglang_hs_capture.__file__).parents[1])
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        command = [sys.executable, "-m", "sglang_hs_capture.writing", str(memory.fd), str(theirs.fileno())]
-        with theirs:
-            self._process = subprocess.Popen(
-                command,
-                pass_fds=(memory.fd, theirs.fileno()),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-                stdin=subprocess.DEVNULL,
-            )
+        try:
+            ours, theirs = Pipe()
+            with theirs:
+                self._process = subprocess.Popen(
+                    # -P: a file in the working directory must not take the place of a module.
+                    [sys.executable, "-P", "-m", WRITING_MODULE, str(memory.fd), str(theirs.fileno())],
+                    pass_fds=(memory.fd, theirs.fileno()),
+                    env={**os.environ, "PYTHONPATH": _module_path()},
+                    stdin=subprocess.DEVNULL,
+                )
+        except OSError as error:
+            raise EngineError(
+                f"expected to start a writing process with {sys.executable!r}: {error}; raise the limit it names, or "
+                "start the server with a Python that can start another"
+            ) from error
         self._channel = Channel(ours)
         self._stopping = False
         self._await_opening(setup)
@@ -93,6 +110,11 @@ class Writer:
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
+            logger.error(
+                "hs_capture: the writing process did not end within %.0f s, and is killed: what it had not "
+                "acknowledged is lost; is the disk slow, or hung?",
+                timeout_s,
+            )
             self._process.kill()
             self._process.wait()
 

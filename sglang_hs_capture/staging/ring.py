@@ -21,11 +21,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from sglang_hs_capture.errors import ConfigError, HsCaptureError
+from sglang_hs_capture.staging.memory import available_bytes
 
 PAGE = 4096
 _TARGET_PIECE_BYTES = 64 * 2**20
@@ -86,15 +86,25 @@ class RingMemory:
                 f"own, got {total_bytes}; raise it"
             )
         # Asked before, since the pages come one by one as they are used, and the last of them from other processes.
-        available = _available_bytes()
+        available = available_bytes()
         if capacity > available:
             raise ConfigError(
-                f"ring_bytes: expected at most the {available} bytes of memory that are available, got {total_bytes}; "
-                "lower ring_bytes"
+                f"ring_bytes: expected at most the {available} bytes of memory that are available to this process and "
+                f"its control group, got {total_bytes}; lower ring_bytes"
             )
-        fd = os.memfd_create("hs-capture-ring", os.MFD_CLOEXEC)
-        os.ftruncate(fd, PAGE + capacity)
-        return cls(fd, capacity)
+        try:
+            fd = os.memfd_create("hs-capture-ring", os.MFD_CLOEXEC)
+            try:
+                os.ftruncate(fd, PAGE + capacity)
+                return cls(fd, capacity)
+            except BaseException:
+                os.close(fd)
+                raise
+        except OSError as error:
+            raise ConfigError(
+                f"ring_bytes: could not get {PAGE + capacity} bytes of shared memory: {error}; lower ring_bytes, or "
+                "raise the limit in the way (ulimit -v, -f, -n)"
+            ) from error
 
     @classmethod
     def attach(cls, fd: int) -> "RingMemory":
@@ -119,13 +129,6 @@ class RingMemory:
     def set_ready(self, number: int) -> None:
         """Say that the pieces up to ``number`` have been copied; for copies made by the processor itself."""
         self.words[_READY] = number
-
-
-def _available_bytes() -> int:
-    """Memory that the kernel says new work can have without swapping."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    (kibibytes,) = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    return kibibytes * 1024
 
 
 class Producer:

@@ -4,7 +4,7 @@ A request's id may be any string, also one with lone surrogates, which JSON's ``
 """
 
 import json
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -79,23 +79,37 @@ _KINDS: dict[str, type] = {
 }
 
 
+_JSON = json.JSONEncoder(separators=(",", ":"))
+
+
 def encode(message: Message) -> bytes:
     """The bytes of a message."""
-    fields: Any = asdict(message)
+    # Not ``dataclasses.asdict``: it copies every value, on the scheduler's thread.
+    fields: dict[str, Any] = dict(vars(message))
     if isinstance(message, BatchHeader):
-        fields = {**fields, "plan": [message.plan.n_rows, [astuple(request) for request in message.plan.requests]]}
-    return json.dumps([type(message).__name__, fields], separators=(",", ":")).encode("ascii")
+        requests = [list(vars(request).values()) for request in message.plan.requests]
+        fields["plan"] = [message.plan.n_rows, requests]
+    elif isinstance(message, PieceNotice):
+        fields["span"] = vars(message.span)
+    return _JSON.encode([type(message).__name__, fields]).encode("ascii")
 
 
 def decode(data: bytes) -> Message:
-    """The message that ``encode`` made the bytes of."""
-    name, fields = json.loads(data)
-    if name == "BatchHeader":
-        n_rows, requests = fields["plan"]
-        fields["plan"] = RowPlan(tuple(KeptRequest(*request) for request in requests), n_rows)
-    elif name == "PieceNotice":
-        fields["span"] = Span(**fields["span"])
-    message: Message = _KINDS[name](**fields)
+    """The message that ``encode`` made the bytes of.
+
+    Raises:
+        ValueError: it made no such bytes.
+    """
+    try:
+        name, fields = json.loads(data)
+        if name == "BatchHeader":
+            n_rows, requests = fields["plan"]
+            fields["plan"] = RowPlan(tuple(KeptRequest(*request) for request in requests), n_rows)
+        elif name == "PieceNotice":
+            fields["span"] = Span(**fields["span"])
+        message: Message = _KINDS[name](**fields)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"expected a message of this release, got {data[:80]!r} ({len(data)} bytes)") from error
     return message
 
 

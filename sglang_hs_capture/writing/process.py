@@ -90,16 +90,29 @@ class WritingProcess:
 
     def run(self) -> None:
         """Serve until told to stop, or until the model's process has ended."""
-        with suppress(EOFError, OSError):
-            while True:
+        while True:
+            try:
                 message = self._channel.receive(self._committer.tick())
-                if isinstance(message, Stop):
-                    break
-                if message is not None:
+            except (EOFError, OSError):
+                break
+            except Exception as error:
+                self._fail(error)
+                continue
+            if isinstance(message, Stop):
+                break
+            if message is not None:
+                try:
                     self._handle(message)
+                except Exception as error:
+                    self._fail(error)
         self._committer.finish()
         with suppress(Exception):
             self._reporter.closed()
+
+    def _fail(self, error: Exception) -> None:
+        """End capture, not this process: what was stored is acknowledged, and the session record says why."""
+        self._consumer.close()
+        self._committer.fail(error)
 
     def _handle(self, message: object) -> None:
         match message:
@@ -112,8 +125,7 @@ class WritingProcess:
                 self._norm = message
                 self._assembly = Assembly("norm", message.nbytes)
             case Failure():
-                self._consumer.close()
-                self._committer.fail(error_of(message))
+                self._fail(error_of(message))
             case _:
                 raise TypeError(f"expected a message for the writing process, got {message!r}")
 
@@ -164,11 +176,7 @@ class WritingProcess:
 
     def _store_norm(self, weight: bytes) -> None:
         assert self._norm is not None
-        try:
-            store_final_norm(self._directory, self._norm.dtype, weight, self._norm.eps)
-        except Exception as error:
-            self._consumer.close()
-            self._committer.fail(error)
+        store_final_norm(self._directory, self._norm.dtype, weight, self._norm.eps)
 
     def _counters(self) -> Counters:
         tallies = self._committer.tallies

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from sglang_hs_capture.errors import DiskFullError, HsCaptureError, kind_of
@@ -22,13 +23,20 @@ _RESERVE_BYTES = 2**16
 
 
 class SessionReporter:
-    """Keeps one writer's session record up to date, from any thread."""
+    """Keeps one writer's session record up to date, from any thread.
+
+    Once it is ``ready``, counters are written by a thread of its own: on a busy disk that takes seconds, in which the
+    writing process has to go on reading what the model's process tells it.
+    """
 
     def __init__(self, directory: Path, record: SessionRecord) -> None:
         """Take over a record; nothing is written yet."""
         self._directory, self._record = directory, record
         self._reserve = directory / f"reserve-{record.writer}"
-        self._lock = threading.Lock()
+        # Held for as long as it takes to write the record, in the order of its changes; and only to change it.
+        self._writing, self._lock = threading.RLock(), threading.Lock()
+        self._due = threading.Event()
+        self._failure: Exception | None = None
         self._written_at = 0.0
 
     @property
@@ -46,6 +54,7 @@ class SessionReporter:
         with fs.io_errors(self._reserve, "write"):
             fs.replace_file(self._reserve, bytes(_RESERVE_BYTES))
         self._change("ready")
+        threading.Thread(target=self._write_progress, name="hs-capture-report", daemon=True).start()
 
     def refused(self, error: HsCaptureError) -> None:
         """Say why the model was not built; a live session of another process is left to stand."""
@@ -55,7 +64,8 @@ class SessionReporter:
 
     def stopped(self, error: Exception, counters: Counters) -> None:
         """Say why capture has ended while the server lives on, and how far it came."""
-        self._record.counters = counters
+        with self._lock:
+            self._record.counters = counters
         text = str(error) if isinstance(error, HsCaptureError) else f"{type(error).__name__}: {error}"
         self._change("stopped", text, kind_of(error))
 
@@ -65,13 +75,31 @@ class SessionReporter:
             self._change("closed")
 
     def progress(self, counters: Counters, *, now: bool) -> None:
-        """Bring the counters up to date on disk, at most once a second unless ``now``."""
+        """Have the counters brought up to date on disk, at most once a second unless ``now``; does not wait for it.
+
+        Raises:
+            StoreError: they could not be written the last time.
+        """
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         with self._lock:
             changed = counters != self._record.counters
             self._record.counters = counters
-            due = time.monotonic() - self._written_at >= _REPORT_INTERVAL_S
-            if (now and changed) or due:
-                self._write()
+            if (now and changed) or time.monotonic() - self._written_at >= _REPORT_INTERVAL_S:
+                self._due.set()
+
+    def _write_progress(self) -> None:
+        while True:
+            self._due.wait()
+            self._due.clear()
+            with self._writing:
+                if self._record.state != "ready":
+                    return
+                try:
+                    self._write()
+                except Exception as error:
+                    self._failure = error
 
     def _is_of_another_process(self, other: SessionRecord) -> bool:
         # This process's own id in an older record is that of a dead process, as in a restarted container.
@@ -79,16 +107,21 @@ class SessionReporter:
         return (other.host, other.pid) != own and is_running(other) is not False
 
     def _change(self, state: State, error: str = "", kind: str | None = None) -> None:
-        with self._lock:
-            self._record.state = state
-            self._record.error = " ".join(error.split()) or None
-            self._record.error_kind = kind
+        with self._writing:
+            with self._lock:
+                self._record.state = state
+                self._record.error = " ".join(error.split()) or None
+                self._record.error_kind = kind
             self._write()
+            if state != "ready":
+                self._due.set()  # the thread ends
 
     def _write(self) -> None:
+        with self._lock:
+            record = replace(self._record)
         try:
-            write_session(self._directory, self._record)
+            write_session(self._directory, record)
         except DiskFullError:
             self._reserve.unlink(missing_ok=True)
-            write_session(self._directory, self._record)
+            write_session(self._directory, record)
         self._written_at = time.monotonic()

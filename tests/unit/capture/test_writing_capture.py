@@ -3,22 +3,26 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from sglang_hs_capture.capture import session as session_module
 from sglang_hs_capture.capture import writer as writer_module
-from sglang_hs_capture.errors import ConfigError, DatasetLockedError, DatasetMismatchError, EngineError
+from sglang_hs_capture.errors import ConfigError, DatasetLockedError, DatasetMismatchError, EngineError, StoreError
 from sglang_hs_capture.store.lock import FileLock
 from sglang_hs_capture.store.recovery import lock_path
 from sglang_hs_capture.store.session import SessionRecord, read_sessions
 from sglang_hs_capture.store.writer import StoreWriter
+from sglang_hs_capture.writing.reporter import SessionReporter
 from tests.unit import toy_model
 from tests.unit.toy_model import ToyModel
 
@@ -142,6 +146,83 @@ def test_a_process_that_does_not_start_is_an_engine_error(tmp_path, monkeypatch)
     monkeypatch.setattr(writer_module.sys, "executable", "/bin/false")
     with pytest.raises(EngineError, match="the writing process ended with status 1"):
         ToyModel(tmp_path)
+
+
+@pytest.mark.parametrize("executable", ["", "/no/such/python"])
+def test_a_python_that_cannot_be_started_is_an_engine_error(tmp_path, monkeypatch, executable):
+    monkeypatch.setattr(writer_module.sys, "executable", executable)
+    with pytest.raises(EngineError, match=f"a writing process with '{executable}'"):
+        ToyModel(tmp_path)
+
+
+def test_the_writing_process_finds_the_modules_that_this_process_found(tmp_path, monkeypatch):
+    strange = tmp_path / "strange"
+    for name in ("sglang_hs_capture", "numpy", "xxhash", "json"):
+        (strange / name).mkdir(parents=True)
+        (strange / name / "__init__.py").write_text("raise SystemExit(77)")
+    (strange / "writing.py").write_text("raise SystemExit(78)")
+    # Neither the working directory nor what PYTHONPATH has come to say since comes before what was imported here.
+    monkeypatch.chdir(strange)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", "/no/such/folder", str(strange), "."]))
+    model = ToyModel(tmp_path / "dataset")
+    model.forward(("hs-1", [1, 2, 3], 0, 3))
+    model.close()
+    assert set(samples(tmp_path / "dataset")) == {"hs-1"}
+
+
+def open_files(pid: int) -> dict[int, str]:
+    links = {}
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # the one through which the folder is read
+            links[int(entry.name)] = os.readlink(entry)
+    return links
+
+
+def test_the_writing_process_inherits_nothing_but_the_ring_and_its_channel(tmp_path):
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    listening.listen()
+    listening.set_inheritable(True)
+    model = ToyModel(tmp_path)
+    inherited = {name: link for name, link in open_files(model.capture._writer.pid).items() if name > 2}
+    sockets = [link for link in inherited.values() if link.startswith("socket:")]
+    others = [x for x in inherited.values() if not x.startswith(("socket:", "/memfd:hs-capture", str(tmp_path)))]
+    assert (len(sockets), others) == (1, [])
+    assert sockets[0] not in open_files(os.getpid()).values(), "this process holds the other's end of the channel"
+    model.close()
+    listening.close()
+
+
+@pytest.mark.parametrize("data", [b"\xff nonsense", b'["Opened",{}]'])
+def test_a_message_that_makes_no_sense_stops_capture_and_loses_nothing_stored(tmp_path, data):
+    model = ToyModel(tmp_path, commit_interval_s=30)
+    model.forward(("hs-1", [1, 2, 3], 0, 3))
+    model.capture._writer._channel._connection.send_bytes(data)
+    wait_for(lambda: session(tmp_path).state == "stopped")
+    assert "expected a message" in session(tmp_path).error
+    for number in range(2, 40):
+        model.forward((f"hs-{number}", list(range(400)), 0, 400))
+    model.close()
+    assert set(samples(tmp_path)) == {"hs-1"}
+
+
+def test_the_end_of_the_writing_process_is_told_once_the_record_can_be_written(tmp_path, monkeypatch):
+    model = ToyModel(tmp_path)
+    refused: list[str] = []
+    monkeypatch.setattr(session_module, "_TELL_AGAIN_S", 0.05)
+
+    def fail(_self: SessionReporter, error: Exception, _counters: object) -> None:
+        refused.append(str(error))
+        if len(refused) == 3:
+            monkeypatch.undo()
+        raise StoreError("read-only file system")
+
+    monkeypatch.setattr(SessionReporter, "stopped", fail)
+    os.kill(model.capture._writer.pid, signal.SIGKILL)
+    wait_for(lambda: session(tmp_path).state == "stopped")
+    assert len(refused) == 3
+    assert session(tmp_path).error == refused[0]
+    model.close()
 
 
 def test_a_killed_writing_process_stops_capture_and_not_the_model(tmp_path):

@@ -1,5 +1,6 @@
 """The ring: bounded, blocking, in order, and nothing of it given out twice."""
 
+import errno
 import itertools
 import os
 import random
@@ -41,8 +42,20 @@ def test_too_small_a_ring_is_refused_with_numbers(total, row):
 
 
 def test_more_memory_than_there_is_is_refused():
-    with pytest.raises(ConfigError, match="bytes of memory that are available, got 4611686018427387904; lower"):
+    with pytest.raises(ConfigError, match=r"memory that are available to .* got 4611686018427387904; lower"):
         RingMemory.create(2**62, 24)
+
+
+def test_a_limit_of_the_process_is_named(monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    before = os.listdir("/proc/self/fd")
+    for name in ("ftruncate", "memfd_create"):
+        monkeypatch.setattr(f"sglang_hs_capture.staging.ring.os.{name}", refuse)
+        with pytest.raises(ConfigError, match=r"bytes of shared memory: .* Too many open files; lower ring_bytes"):
+            RingMemory.create(2**20, 24)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_a_full_ring_blocks_until_a_release_and_counts_the_time():

@@ -2,11 +2,14 @@
 
 import os
 import socket
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from sglang_hs_capture.errors import DiskFullError, GuardError
+from sglang_hs_capture.errors import DiskFullError, GuardError, StoreError
 from sglang_hs_capture.store.session import Counters, SessionRecord, read_sessions, write_session
 from sglang_hs_capture.writing import reporter as reporter_module
 from sglang_hs_capture.writing.reporter import SessionReporter
@@ -75,10 +78,73 @@ def test_a_refusal_does_not_hide_a_session_of_another_host(tmp_path):
     assert (session.run_id, session.state) == ("there", "ready")
 
 
-@pytest.mark.parametrize("now", [True, False])
-def test_counters_reach_the_disk_at_once_only_if_asked(tmp_path, now):
+def rows_on_disk(directory: Path) -> int:
+    (session,) = read_sessions(directory)
+    return session.counters.rows
+
+
+def wait_for(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_counters_reach_the_disk_at_once_if_asked_and_else_within_a_second(tmp_path, monkeypatch):
     mine = reporter(tmp_path)
     mine.ready()
-    mine.progress(Counters(rows=5), now=now)
+    mine.progress(Counters(rows=5), now=True)
+    wait_for(lambda: rows_on_disk(tmp_path) == 5)
+    mine.progress(Counters(rows=6), now=False)
+    mine.progress(Counters(rows=7), now=False)
+    assert rows_on_disk(tmp_path) == 5
+    monkeypatch.setattr(reporter_module, "_REPORT_INTERVAL_S", 0.0)
+    mine.progress(Counters(rows=8), now=False)
+    wait_for(lambda: rows_on_disk(tmp_path) == 8)
+    mine.closed()
+
+
+def test_a_disk_that_takes_its_time_holds_nobody_up_and_the_last_word_counts(tmp_path, monkeypatch):
+    others = set(threading.enumerate())
+    mine = reporter(tmp_path)
+    mine.ready()
+    (thread,) = set(threading.enumerate()) - others
+    begun, go_on = threading.Event(), threading.Event()
+
+    def write(directory, record):
+        begun.set()
+        go_on.wait(20)
+        write_session(directory, record)
+
+    monkeypatch.setattr(reporter_module, "write_session", write)
+    mine.progress(Counters(rows=1), now=True)
+    assert begun.wait(20)
+    for rows in range(2, 9):
+        mine.progress(Counters(rows=rows), now=True)
+    assert rows_on_disk(tmp_path) == 0
+    go_on.set()
+    mine.stopped(StoreError("hung"), Counters(rows=9))
+    thread.join(20)
+    assert not thread.is_alive()
     (session,) = read_sessions(tmp_path)
-    assert session.counters.rows == (5 if now else 0)
+    assert (session.state, session.counters.rows) == ("stopped", 9)
+
+
+def test_counters_that_cannot_be_written_are_an_error_of_the_next_call(tmp_path, monkeypatch):
+    mine = reporter(tmp_path)
+    mine.ready()
+    failed = threading.Event()
+
+    def write(directory, record):
+        failed.set()
+        raise StoreError("read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reporter_module, "write_session", write)
+        mine.progress(Counters(rows=1), now=True)
+        assert failed.wait(20)
+        wait_for(lambda: mine._failure is not None)
+    with pytest.raises(StoreError, match="read-only"):
+        mine.progress(Counters(rows=2), now=True)
+    mine.stopped(StoreError("x"), Counters(rows=2))
+    assert rows_on_disk(tmp_path) == 2
