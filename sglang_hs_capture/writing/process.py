@@ -86,6 +86,7 @@ class WritingProcess:
         self._metadata: np.ndarray | None = None
         self._norm: NormNotice | None = None
         self._assembly: Assembly | None = None
+        self._orphan_since: float | None = None
         self._reporter.ready()
 
     def run(self) -> None:
@@ -140,15 +141,15 @@ class WritingProcess:
 
     def _arrived(self, number: int) -> bool:
         """Wait for the device; meanwhile what is due is done. False if the copy will never come."""
-        pause, orphan_since = _FIRST_POLL_S, None
+        pause = _FIRST_POLL_S
         while not self._consumer.is_ready(number):
             self._committer.tick()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL_S)
             if os.getppid() != self._parent:
-                now = time.monotonic()
-                orphan_since = orphan_since or now
-                if now - orphan_since > _LAST_COPIES_S:
+                self._orphan_since = self._orphan_since or time.monotonic()
+                # Counted once for all pieces: if one does not come, none behind it does.
+                if time.monotonic() - self._orphan_since > _LAST_COPIES_S:
                     return False
         return True
 

@@ -17,8 +17,10 @@ from sglang_hs_capture.capture.session import WritingCapture
 from sglang_hs_capture.capture.taps import Taps
 from sglang_hs_capture.config import CaptureConfig
 from sglang_hs_capture.layers import Final, make_columns
+from sglang_hs_capture.staging.ring import Span
 from sglang_hs_capture.store.schema import DatasetInfo
 from sglang_hs_capture.store.session import SessionRecord
+from sglang_hs_capture.writing.messages import PieceNotice
 
 HIDDEN, LAYERS = 16, 3
 
@@ -152,8 +154,10 @@ class ToyModel:
 
 
 if __name__ == "__main__":
-    # Captures two prompts, then ends as SIGKILL ends a process.
+    # Captures two prompts, announces many pieces that never come, then ends as SIGKILL ends a process.
     model = ToyModel(Path(sys.argv[1]))
     for number in range(1, 3):
         model.forward((f"hs-{number}", [number, 2, 3], 0, 3))
+    for number in range(100, 130):
+        model.capture._writer.send(PieceNotice("rows", number, Span(0, 4096, 0)))
     os.kill(os.getpid(), signal.SIGKILL)

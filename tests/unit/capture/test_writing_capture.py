@@ -258,7 +258,7 @@ def test_what_a_killed_model_process_had_sent_is_stored(tmp_path):
         [sys.executable, "-m", "tests.unit.toy_model", str(tmp_path)], env=environment, cwd=root, check=False
     )
     assert done.returncode == -signal.SIGKILL
-    lock = FileLock(lock_path(tmp_path, "dp0-pp0"), 20)
+    lock = FileLock(lock_path(tmp_path, "dp0-pp0"), 15)
     lock.release()
     assert set(samples(tmp_path)) == {"hs-1", "hs-2"}
     assert session(tmp_path).state == "closed"
