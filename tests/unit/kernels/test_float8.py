@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_hs_capture.float8 import scales_from_absmax
 from sglang_hs_capture.kernels import pack, reference
-from sglang_hs_capture.kernels.scales import dequantize, scales_from_absmax
+from sglang_hs_capture.reader.dequantize import dequantize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
