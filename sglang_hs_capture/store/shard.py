@@ -16,14 +16,14 @@ from sglang_hs_capture.store.identity import SHARD_FOLDER
 from sglang_hs_capture.store.schema import FORMAT, SAFETENSORS_DTYPE, VERSION, DatasetInfo, ShardRecord
 from sglang_hs_capture.store.states import PAGE, StateFile
 
+TOKEN_DTYPE = np.dtype([("input_id", "<i8"), ("position", "<i8"), ("prefix_hash", "<u8")])
 TOKEN_TENSORS = {"input_ids": "input_id", "positions": "position", "prefix_hash": "prefix_hash"}
-_TOKEN_FIELDS: list[tuple[str, str]] = [("input_id", "<i8"), ("position", "<i8"), ("prefix_hash", "<u8")]
 _CHUNK_ROWS = 1 << 16
 
 
 def token_dtype(scales: int) -> np.dtype[np.void]:
-    """A record of a token file: the token, its position and hash, and its row's scales, of which there may be none."""
-    return np.dtype([*_TOKEN_FIELDS, ("scales", "<f4", (scales,))] if scales else _TOKEN_FIELDS)
+    """A record of a token file: ``TOKEN_DTYPE``, and behind it the row's scales where there are any."""
+    return np.dtype([*TOKEN_DTYPE.descr, ("scales", "<f4", (scales,))]) if scales else TOKEN_DTYPE
 
 
 @dataclass(frozen=True)

@@ -282,6 +282,7 @@ def test_inspect_json_is_what_scripts_rely_on(capsys, dataset):
         "rows_without_sample": 5,
         "reused": {"disk": 0.0, "compute": 0.0},
         "bytes": 240,
+        "scale_bytes": 0,
         "shards": {"finished": 1, "unfinished": 0},
         "requests": {"asked": 4, "pending": 1, "dropped": 1, "failed": 1, "mismatched": 0, "unclaimed": 0},
         "reasons": {"no luck": 1, "non_finite": 1},
