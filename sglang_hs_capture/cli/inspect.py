@@ -59,8 +59,9 @@ def describe(directory: Path, index: DatasetIndex) -> dict[str, Any]:
         # The share of the samples' tokens whose row was there; in compute, less what was computed in vain.
         "reused": {"disk": _share(tokens - used, tokens), "compute": _share(tokens - rows, tokens)},
         "bytes": rows * info.row_bytes,
-        "scale_bytes": rows * info.scale_bytes,
         "shards": {"finished": finished, "unfinished": len(index.shards) - finished},
+        "scale_bytes": sum(entry.state.rows * len(entry.state.record.columns) for entry in index.shards)
+        * info.scale_bytes,
         "requests": {
             "asked": len(index.requested),
             "pending": len(index.pending),

@@ -79,8 +79,8 @@ class DatasetInfo:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of one token's scales, all columns together."""
-        return 4 * len(self.columns) if self.scaled else 0
+        """Bytes of one state's scale."""
+        return 4 if self.scaled else 0
 
     def differences(self, other: "DatasetInfo") -> list[str]:
         """Name each field that makes ``other`` a different dataset, with both values.

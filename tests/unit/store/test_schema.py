@@ -89,7 +89,7 @@ def test_identity_survives_json() -> None:
 
 def test_float8_has_scales_and_half_the_bytes() -> None:
     info = make_info(dtype="float8_e4m3", hidden_size=7168, columns=("a", "b", "c", "d"))
-    assert (info.scaled, info.row_bytes, info.scale_bytes) == (True, 28_672, 16)
+    assert (info.scaled, info.row_bytes, info.scale_bytes) == (True, 28_672, 4)
     assert (make_info().scaled, make_info().scale_bytes) == (False, 0)
 
 
