@@ -26,7 +26,7 @@ class CaptureConfig(BaseModel):
         output_dir: the dataset's directory; an absolute path.
         layers: a preset or a list of boundaries (see ``layers.py``).
         final: the form of the last layer's output.
-        dtype: the dtype on disk.
+        dtype: the dtype on disk; with ``float8_e4m3`` each state of a row has a scale of its own.
         rid_prefix: only requests whose id starts with this are captured.
         ring_bytes: host memory for rows on their way to disk.
         shard_bytes: a shard is finished when it reaches this size.
@@ -40,7 +40,7 @@ class CaptureConfig(BaseModel):
     output_dir: Annotated[str, Field(min_length=1)]
     layers: Annotated[str | tuple[int, ...], AfterValidator(_known_layers)] = "eagle3"
     final: Final = Final.PRE_NORM
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float16", "float32", "float8_e4m3"] = "bfloat16"
     rid_prefix: Annotated[str, Field(min_length=1)] = DEFAULT_RID_PREFIX
     ring_bytes: Annotated[int, Field(ge=2**20)] = 4 * GIB
     shard_bytes: Annotated[int, Field(ge=2**16)] = 4 * GIB

@@ -32,7 +32,12 @@ logger = logging.getLogger(__name__)
 _TELL_AGAIN_S = 1.0
 
 _NORM_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+TORCH_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float8_e4m3": torch.float8_e4m3fn,
+}
 
 
 def _pack_for(device: torch.device) -> Callable[..., None]:

@@ -11,7 +11,7 @@ import typer
 from sglang_hs_capture.driver.summary import GB
 from sglang_hs_capture.layers import draft_ids, output_of_layer_ids
 from sglang_hs_capture.store.index import DatasetIndex, load_index
-from sglang_hs_capture.store.schema import DatasetInfo
+from sglang_hs_capture.store.schema import FLOAT8, DatasetInfo
 from sglang_hs_capture.store.session import is_running
 
 SHOWN_REASONS = 5
@@ -62,6 +62,8 @@ def describe(directory: Path, index: DatasetIndex) -> dict[str, Any]:
         "reused": {"disk": _share(tokens - used, tokens), "compute": _share(tokens - rows, tokens)},
         "bytes": size,
         "shards": {"finished": finished, "unfinished": len(index.shards) - finished},
+        "scale_bytes": sum(entry.state.rows * len(entry.state.record.columns) for entry in index.shards)
+        * info.scale_bytes,
         "requests": {
             "asked": len(index.requested),
             "pending": len(index.pending),
@@ -125,12 +127,13 @@ def lines(account: dict[str, Any]) -> list[str]:
     """The account for a person."""
     model, requests, shards = account["model"], account["requests"], account["shards"]
     share = account["rows_without_sample"] / account["rows"] if account["rows"] else 0.0
+    scales = " with a scale for each row and state" if account["dtype"] == FLOAT8 else ""
     shown = [
         f"Dataset      {account['path']}",
         f"Model        {model['path']} ({model['architecture']})",
         f"             {model['num_layers']} layers of {model['hidden_size']} elements",
         f"Captured by  SGLang {account['sglang_version']}, from {account['created_at']}",
-        f"States       {', '.join(account['columns'])}, {account['dtype']}",
+        f"States       {', '.join(account['columns'])}, {account['dtype']}{scales}",
         f"Samples      {account['samples']:,} ({account['tokens']:,} tokens)",
         f"Rows         {account['rows']:,} ({account['bytes'] / GB:.3f} GB), {share:.1%} of them in no sample",
         f"Reused       {account['reused']['compute']:.1%} of the samples' tokens in compute, "

@@ -28,6 +28,7 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
     FLOAT32 = "float32"
+    FLOAT8_E4M3 = "float8_e4m3"
 
 
 ModelOption = Annotated[str, typer.Option(help="The model: a directory, or a hub id.")]

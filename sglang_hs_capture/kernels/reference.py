@@ -2,7 +2,7 @@
 
 import torch
 
-from sglang_hs_capture.kernels.scales import FLOAT8_MAX
+from sglang_hs_capture.float8 import FLOAT8_MAX
 
 
 def pack_state(

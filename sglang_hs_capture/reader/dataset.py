@@ -13,14 +13,20 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from sglang_hs_capture.errors import CorruptionError, StoreError
+from sglang_hs_capture.reader.dequantize import dequantize
 from sglang_hs_capture.store.hashing import prefix_hashes
 from sglang_hs_capture.store.identity import FINAL_NORM_FILE
 from sglang_hs_capture.store.index import SampleEntry, SamplePart, load_index
-from sglang_hs_capture.store.schema import DatasetInfo, ShardRecord, rle_decode
+from sglang_hs_capture.store.schema import FLOAT8, DatasetInfo, Extent, ShardRecord, rle_decode, split_extents
 from sglang_hs_capture.store.shard import ShardLayout
 from sglang_hs_capture.store.shard_reader import ShardReader
 
-_TORCH_DTYPE = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_TORCH_DTYPE = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    FLOAT8: torch.float8_e4m3fn,
+}
 # Rows pass through a buffer that stays in the processor's cache on their way to one tensor per column.
 _STAGING_BYTES = 1 << 20
 _OPEN_SHARDS = 64
@@ -33,18 +39,22 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
 
     - ``id``: str;
     - ``input_ids``: int64 [S];
-    - ``hidden_states``: a list with one contiguous tensor [S, H] for each of ``columns``, in the dtype stored;
+    - ``hidden_states``: a list with one contiguous tensor [S, H] for each of ``columns``, in the dtype stored, or in
+      bfloat16 where that is float8, multiplied by the scales;
+    - ``scales``: only with ``raw``, and of a dataset in float8, whose ``hidden_states`` are then as they are stored: a
+      list with a float32 tensor [S] for each of ``columns``. ``dequantize`` in ``reader/dequantize.py`` takes a pair;
     - ``loss_mask``: int64 [S], all ones for a request sent by hand.
 
     It can be pickled, and shared with data loader workers: shards are opened where they are read.
     """
 
-    def __init__(self, path: str | Path, *, check: bool = True) -> None:
+    def __init__(self, path: str | Path, *, check: bool = True, raw: bool = False) -> None:
         """Read the index of the dataset in the folder ``path``.
 
         Args:
             check: compute each sample's token hashes anew as it is read, and compare them with those stored at its rows
                 and in the journal.
+            raw: give states in float8 as they are stored, and their scales; of no effect for the other dtypes.
 
         Raises:
             StoreError: there is no dataset.
@@ -53,6 +63,7 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
         index = load_index(Path(path))
         self.path = Path(path)
         self.check = check
+        self.raw = raw
         self.info: DatasetInfo = index.info
         if index.unclaimed:
             warnings.warn(
@@ -87,21 +98,27 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
             CorruptionError: the bytes on disk are not those that were captured.
         """
         sample = self.samples[index]
-        dtype = _TORCH_DTYPE[self.info.dtype]
+        dtype = torch.bfloat16 if self.info.scaled and not self.raw else _TORCH_DTYPE[self.info.dtype]
         states = {name: torch.empty(sample.length, self.info.hidden_size, dtype=dtype) for name in self.columns}
+        scales: dict[str, Tensor] = {}
         wanted = set(self.columns)
         input_ids = np.empty(0, np.int64)
         for part in sample.parts:
             input_ids = self._read_tokens(sample, part)
-            self._read_states(part, {name: states[name] for name in part.columns if name in wanted})
+            columns = {name: states[name] for name in part.columns if name in wanted}
+            scales_of_part = self._read_scales(part)
+            self._read_states(part, columns, None if self.raw else scales_of_part)
+            if scales_of_part is not None:
+                scales |= {name: scales_of_part[:, part.columns.index(name)].contiguous() for name in columns}
             wanted -= set(part.columns)
         mask = np.ones(sample.length, np.int64) if sample.loss_mask_rle is None else rle_decode(sample.loss_mask_rle)
-        return {
+        item = {
             "id": sample.id,
             "input_ids": torch.from_numpy(input_ids),
             "hidden_states": list(states.values()),
             "loss_mask": torch.from_numpy(mask),
         }
+        return {**item, "scales": [scales[name] for name in self.columns]} if self.raw and scales else item
 
     def final_norm(self) -> tuple[Tensor, float]:
         """The model's final norm: its weight [H] and its epsilon, by which a post-norm state can be computed.
@@ -138,22 +155,41 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
                 )
         return ids
 
-    def _read_states(self, part: SamplePart, columns: dict[str, Tensor]) -> None:
-        """Fill each of ``columns``, a tensor [S, H], from the rows of one part."""
-        width = len(part.columns)
+    def _read_scales(self, part: SamplePart) -> Tensor | None:
+        """The scales float32 [S, C] of one part; None where states have none."""
+        if not self.info.scaled:
+            return None
+        pieces = [
+            self._shard(part.writer, extent.shard).read_scales(extent.start, extent.count) for extent in part.extents
+        ]
+        return torch.from_numpy(np.concatenate(pieces))
+
+    def _read_states(self, part: SamplePart, columns: dict[str, Tensor], scales: Tensor | None) -> None:
+        """Fill each of ``columns``, a tensor [S, H], from the rows of one part, times ``scales`` [S, C] if given."""
+        width, length = len(part.columns), sum(extent.count for extent in part.extents)
         row_bytes = width * self.info.column_bytes
         rows = max(1, _STAGING_BYTES // row_bytes)
         staging = torch.empty(rows, width, self.info.hidden_size, dtype=_TORCH_DTYPE[self.info.dtype])
         memory = staging.view(torch.uint8).view(-1).numpy().data
+        starts = range(0, length, rows)
+        blocks = split_extents(part.extents, [min(rows, length - start) for start in starts])
+        for start, extents in zip(starts, blocks, strict=True):
+            end = start + self._stage(part.writer, extents, memory, row_bytes)
+            for name, column in columns.items():
+                index = part.columns.index(name)
+                values = staging[: end - start, index]
+                if scales is not None:
+                    values = dequantize(values, scales[start:end, index], column.dtype)
+                column[start:end] = values
+
+    def _stage(self, writer: str, extents: list[Extent], memory: memoryview, row_bytes: int) -> int:
+        """Read the rows of ``extents`` one behind the other, however many there are; the number of rows."""
         done = 0
-        for extent in part.extents:
-            shard = self._shard(part.writer, extent.shard)
-            for start in range(extent.start, extent.start + extent.count, rows):
-                count = min(rows, extent.start + extent.count - start)
-                shard.read_states(start, count, memory[: count * row_bytes])
-                for name, column in columns.items():
-                    column[done : done + count] = staging[:count, part.columns.index(name)]
-                done += count
+        for shard, start, count in extents:
+            into = memory[done * row_bytes : (done + count) * row_bytes]
+            self._shard(writer, shard).read_states(start, count, into)
+            done += count
+        return done
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_shard"}

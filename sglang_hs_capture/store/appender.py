@@ -26,14 +26,17 @@ class Run:
     Attributes:
         start: the first row.
         count: rows that are written and whose checksum is known.
-        xxh3: the checksum of these rows.
+        xxh3: the checksum of these rows' states.
+        scales_xxh3: the checksum of their scales; None where rows have none.
     """
 
     layout: ShardLayout
     start: int
     count: int = 0
     xxh3: int = 0
+    scales_xxh3: int | None = None
     hasher: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
+    scales_hasher: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
 
     @property
     def shard(self) -> int:
@@ -42,7 +45,7 @@ class Run:
 
     def record(self) -> RowsRecord:
         """What the journal says of these rows once they are durable."""
-        return RowsRecord(self.shard, self.start, self.count, self.xxh3)
+        return RowsRecord(self.shard, self.start, self.count, self.xxh3, self.scales_xxh3)
 
 
 @dataclass(eq=False)
@@ -52,10 +55,11 @@ class Piece:
     Attributes:
         end: the shard's row behind the last one.
         states: uint8 [n * row_bytes]; borrowed until ``release``.
-        tokens: ``TOKEN_DTYPE`` [n].
+        tokens: the layout's ``token_dtype`` [n].
         release: called when the states are no longer needed.
         written: whether all rows are on their way to the disk; None while that is open.
-        xxh3: the checksum of the run up to and with these rows.
+        xxh3: the checksum of the run's states up to and with these rows.
+        scales_xxh3: likewise of its scales; None where rows have none.
         hashed: whether the checksum has been computed, or is not wanted.
     """
 
@@ -67,6 +71,7 @@ class Piece:
     number: int = 0
     written: bool | None = None
     xxh3: int = 0
+    scales_xxh3: int | None = None
     hashed: bool = False
 
 
@@ -202,6 +207,7 @@ class Appender:
             piece = self._unsettled.popleft()
             if piece.written:
                 piece.run.count, piece.run.xxh3 = piece.end - piece.run.start, piece.xxh3
+                piece.run.scales_xxh3 = piece.scales_xxh3
             piece.states = memoryview(b"")
             try:
                 if piece.release is not None:
@@ -220,6 +226,9 @@ class Appender:
                     # ``update`` lets go of the GIL for large buffers in every xxhash release.
                     piece.run.hasher.update(piece.states)
                     piece.xxh3 = piece.run.hasher.intdigest()
+                    if piece.run.layout.info.scaled:
+                        piece.run.scales_hasher.update(np.ascontiguousarray(piece.tokens["scales"]).data)
+                        piece.scales_xxh3 = piece.run.scales_hasher.intdigest()
             except BaseException as error:
                 self._health.fail(error)
             with self._writable:

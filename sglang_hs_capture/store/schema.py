@@ -16,8 +16,9 @@ FORMAT = "sglang-hs-capture"
 VERSION = 1
 # What to do about damage, at the end of a message.
 RESTORE = "restore it from a copy, or capture anew into another directory"
-ELEMENT_SIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
-SAFETENSORS_DTYPE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+FLOAT8 = "float8_e4m3"
+ELEMENT_SIZE = {"bfloat16": 2, "float16": 2, "float32": 4, FLOAT8: 1}
+SAFETENSORS_DTYPE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", FLOAT8: "F8_E4M3"}
 
 _IDENTITY = ("boundaries", "columns", "num_layers", "hidden_size", "dtype", "config_hash")
 _RID = re.compile(r"(?P<prefix>.*)(?P<key>[0-9a-f]{24})-(?P<attempt>[0-9]+)-(?P<end_hash>[0-9a-f]{16})", re.DOTALL)
@@ -36,7 +37,8 @@ class Extent(NamedTuple):
 class DatasetInfo:
     """What a dataset holds, and of which model: the content of ``dataset.json``.
 
-    ``columns`` names the states of a row in order, each of ``hidden_size`` elements of ``dtype``.
+    ``columns`` names the states of a row in order, each of ``hidden_size`` elements of ``dtype``. With ``float8_e4m3``
+    each of them is to be multiplied by a scale of its own, in float32.
     """
 
     boundaries: tuple[int, ...]
@@ -67,8 +69,18 @@ class DatasetInfo:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token's states, all columns together."""
+        """Bytes of one token's states, all columns together, without their scales."""
         return len(self.columns) * self.column_bytes
+
+    @property
+    def scaled(self) -> bool:
+        """Whether each state of a row has a scale."""
+        return self.dtype == FLOAT8
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of one state's scale."""
+        return 4 if self.scaled else 0
 
     def differences(self, other: "DatasetInfo") -> list[str]:
         """Name each field that makes ``other`` a different dataset, with both values.
@@ -140,16 +152,23 @@ class ShardRecord:
 
 @dataclass(frozen=True, slots=True)
 class RowsRecord:
-    """Rows ``start`` to ``start + count`` of a shard are durable; ``xxh3`` is the checksum of their states' bytes."""
+    """Rows ``start`` to ``start + count`` of a shard are durable.
+
+    Attributes:
+        xxh3: the checksum of their states' bytes.
+        scales_xxh3: the checksum of their scales' bytes; None where rows have none.
+    """
 
     shard: int
     start: int
     count: int
     xxh3: int
+    scales_xxh3: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The record as a line of the journal has it."""
-        return {"t": "rows", "shard": self.shard, "start": self.start, "count": self.count, "xxh3": to_hex(self.xxh3)}
+        record = {"t": "rows", "shard": self.shard, "start": self.start, "count": self.count, "xxh3": to_hex(self.xxh3)}
+        return record if self.scales_xxh3 is None else {**record, "scales_xxh3": to_hex(self.scales_xxh3)}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> "RowsRecord":
@@ -158,7 +177,8 @@ class RowsRecord:
         Raises:
             KeyError, TypeError, ValueError: it is malformed.
         """
-        return cls(int(raw["shard"]), int(raw["start"]), int(raw["count"]), int(raw["xxh3"], 16))
+        scales = int(raw["scales_xxh3"], 16) if "scales_xxh3" in raw else None
+        return cls(int(raw["shard"]), int(raw["start"]), int(raw["count"]), int(raw["xxh3"], 16), scales)
 
 
 @dataclass(frozen=True, slots=True)

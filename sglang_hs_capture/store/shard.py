@@ -21,6 +21,11 @@ TOKEN_TENSORS = {"input_ids": "input_id", "positions": "position", "prefix_hash"
 _CHUNK_ROWS = 1 << 16
 
 
+def token_dtype(scales: int) -> np.dtype[np.void]:
+    """A record of a token file: ``TOKEN_DTYPE``, and behind it the row's scales where there are any."""
+    return np.dtype([*TOKEN_DTYPE.descr, ("scales", "<f4", (scales,))]) if scales else TOKEN_DTYPE
+
+
 @dataclass(frozen=True)
 class ShardPaths:
     """The three names that a shard has in the course of its life."""
@@ -66,12 +71,25 @@ class ShardLayout:
         """Bytes of one row's states."""
         return len(self.record.columns) * self.info.column_bytes
 
+    @property
+    def token_dtype(self) -> np.dtype[np.void]:
+        """A record of the shard's token file."""
+        return token_dtype(len(self.record.columns) if self.info.scaled else 0)
+
+    @property
+    def row_tensors(self) -> dict[str, str]:
+        """The tensors of a finished shard that are made of a field of these records, with the field."""
+        return {**TOKEN_TENSORS, "scales": "scales"} if self.info.scaled else TOKEN_TENSORS
+
     def data_end(self, rows: int) -> int:
         """Where the states of ``rows`` rows end in the file."""
         return self.record.data_offset + rows * self.row_bytes
 
     def tensors(self, rows: int) -> dict[str, Tensor]:
-        """The tensors of a finished shard, in file order; ``_pad`` is there only where alignment to 8 asks for it."""
+        """The tensors of a finished shard, in file order.
+
+        ``_pad`` is there only where alignment to 8 asks for it, and ``scales`` only where states have scales.
+        """
         shape = (rows, len(self.record.columns), self.info.hidden_size)
         end = rows * self.row_bytes
         tensors = {"hidden_states": Tensor(SAFETENSORS_DTYPE[self.info.dtype], shape, 0, end)}
@@ -81,11 +99,13 @@ class ShardLayout:
         for name in TOKEN_TENSORS:
             tensors[name] = Tensor("I64", (rows,), end, end + 8 * rows)
             end += 8 * rows
+        if self.info.scaled:
+            tensors["scales"] = Tensor("F32", shape[:2], end, end + 4 * rows * shape[1])
         return tensors
 
     def file_size(self, rows: int) -> int:
         """Bytes of the finished shard."""
-        return self.record.data_offset + self.tensors(rows)["prefix_hash"].end
+        return self.record.data_offset + max(tensor.end for tensor in self.tensors(rows).values())
 
     def _header_json(self, rows: int) -> bytes:
         metadata = {
@@ -122,12 +142,15 @@ class ShardLayout:
 
 
 def pack_tokens(
-    input_ids: NDArray[np.int64], positions: NDArray[np.int64], prefix_hash: NDArray[np.uint64]
+    input_ids: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    prefix_hash: NDArray[np.uint64],
+    scales: NDArray[np.float32] | None = None,
 ) -> NDArray[np.void]:
-    """Put three arrays [n] into records, as in a token file.
+    """Put three arrays [n], and scales float32 [n, C] if there are any, into records, as in a token file.
 
     Returns:
-        ``TOKEN_DTYPE`` [n].
+        ``token_dtype(C)`` [n]; without scales C is 0.
 
     Raises:
         ValueError: they are not of one length.
@@ -137,8 +160,12 @@ def pack_tokens(
             f"expected an id, a position and a hash for each row; got {len(input_ids)}, {len(positions)} and "
             f"{len(prefix_hash)}"
         )
-    tokens = np.empty(len(input_ids), TOKEN_DTYPE)
+    if scales is not None and len(scales) != len(input_ids):
+        raise ValueError(f"expected scales for each of {len(input_ids)} rows; got those of {len(scales)}")
+    tokens = np.empty(len(input_ids), token_dtype(0 if scales is None else scales.shape[1]))
     tokens["input_id"], tokens["position"], tokens["prefix_hash"] = input_ids, positions, prefix_hash
+    if scales is not None:
+        tokens["scales"] = scales
     return tokens
 
 
@@ -180,9 +207,9 @@ class PartialShard:
 
         Args:
             states: uint8, together [n * row_bytes].
-            tokens: ``TOKEN_DTYPE`` [n].
+            tokens: the layout's ``token_dtype`` [n].
         """
-        fs.pwrite_all(self._tokens, tokens.view(np.uint8).data, self.rows * TOKEN_DTYPE.itemsize)
+        fs.pwrite_all(self._tokens, tokens.view(np.uint8).data, self.rows * tokens.itemsize)
         try:
             self._states.append(states)
         finally:
@@ -224,11 +251,11 @@ def finish(directory: Path, layout: ShardLayout, rows: int) -> None:
         tensors = layout.tensors(rows)
         if "_pad" in tensors:
             fs.pwrite_all(data, bytes(tensors["_pad"].shape[0]), end)
-        for start, tokens in read_token_chunks(paths.tokens, rows):
-            for name, field in TOKEN_TENSORS.items():
+        for start, tokens in read_token_chunks(paths.tokens, rows, layout.token_dtype):
+            for name, field in layout.row_tensors.items():
                 column = np.ascontiguousarray(tokens[field])
-                offset = layout.record.data_offset + tensors[name].begin + 8 * start
-                fs.pwrite_all(data, column.view(np.uint8).data, offset)
+                offset = layout.record.data_offset + tensors[name].begin + start * column[:1].nbytes
+                fs.pwrite_all(data, column.reshape(-1).view(np.uint8).data, offset)
         fs.pwrite_all(data, layout.header(rows), 0)
         fs.fsync(data)
     finally:
@@ -236,8 +263,8 @@ def finish(directory: Path, layout: ShardLayout, rows: int) -> None:
     fs.rename(paths.partial, paths.finished)
 
 
-def read_token_chunks(path: Path, rows: int) -> Iterator[tuple[int, NDArray[np.void]]]:
-    """The first ``rows`` records of a token file, in pieces: the first row's number and ``TOKEN_DTYPE`` [n].
+def read_token_chunks(path: Path, rows: int, dtype: np.dtype[np.void]) -> Iterator[tuple[int, NDArray[np.void]]]:
+    """The first ``rows`` records of a token file, in pieces: the first row's number and ``dtype`` [n].
 
     Raises:
         CorruptionError: the file is shorter.
@@ -245,12 +272,12 @@ def read_token_chunks(path: Path, rows: int) -> Iterator[tuple[int, NDArray[np.v
     fd = fs.open_file(path, os.O_RDONLY)
     try:
         for start in range(0, rows, _CHUNK_ROWS):
-            tokens = np.empty(min(_CHUNK_ROWS, rows - start), TOKEN_DTYPE)
+            tokens = np.empty(min(_CHUNK_ROWS, rows - start), dtype)
             try:
-                fs.pread_all(fd, tokens.view(np.uint8).data, start * TOKEN_DTYPE.itemsize)
+                fs.pread_all(fd, tokens.view(np.uint8).data, start * dtype.itemsize)
             except EOFError as error:
                 raise CorruptionError(
-                    f"{path}: {error}; the journal has {rows} durable rows of {TOKEN_DTYPE.itemsize} bytes: "
+                    f"{path}: {error}; the journal has {rows} durable rows of {dtype.itemsize} bytes: "
                     "restore it from a copy, or capture anew"
                 ) from None
             yield start, tokens

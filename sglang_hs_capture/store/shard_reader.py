@@ -3,7 +3,9 @@
 import json
 import os
 import struct
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +13,7 @@ from numpy.typing import NDArray
 from sglang_hs_capture.errors import CorruptionError
 from sglang_hs_capture.store import fs
 from sglang_hs_capture.store.schema import RESTORE
-from sglang_hs_capture.store.shard import TOKEN_DTYPE, TOKEN_TENSORS, ShardLayout, ShardPaths
+from sglang_hs_capture.store.shard import TOKEN_TENSORS, ShardLayout, ShardPaths
 
 _MAX_HEADER = 100_000_000
 
@@ -87,7 +89,7 @@ class ShardReader:
         except FileNotFoundError:
             self.close()
             return False
-        ends = (self.layout.data_end(rows), rows * TOKEN_DTYPE.itemsize)
+        ends = (self.layout.data_end(rows), rows * self.layout.token_dtype.itemsize)
         for path, fd, end in zip((self.paths.partial, self.paths.tokens), self._fds, ends, strict=True):
             size = os.fstat(fd).st_size
             if size < end:
@@ -118,17 +120,35 @@ class ShardReader:
             CorruptionError: the file has become shorter.
             StoreError: the disk refuses.
         """
-        records = np.empty(count, TOKEN_DTYPE)
+        return tuple(self._read_columns(TOKEN_TENSORS, start, count))  # type: ignore[return-value]
+
+    def read_scales(self, start: int, count: int) -> NDArray[np.float32]:
+        """The scales of ``count`` rows from row ``start``, of a dataset whose states have scales.
+
+        Returns:
+            float32 [count, C].
+
+        Raises:
+            CorruptionError: the file has become shorter.
+            StoreError: the disk refuses.
+        """
+        (scales,) = self._read_columns(["scales"], start, count)
+        return scales
+
+    def _read_columns(self, names: Iterable[str], start: int, count: int) -> list[NDArray[Any]]:
+        """The rows of some of the finished shard's tensors, each contiguous."""
+        dtype, fields = self.layout.token_dtype, self.layout.row_tensors
         if len(self._fds) > 1:
-            self._read(self._fds[1], records.view(np.uint8).data, start * TOKEN_DTYPE.itemsize)
-        else:
-            tensors = self.layout.tensors(self.rows)
-            for name, field in TOKEN_TENSORS.items():
-                column = np.empty(count, TOKEN_DTYPE[field])
-                offset = self.layout.record.data_offset + tensors[name].begin + 8 * start
-                self._read(self._fds[0], column.view(np.uint8).data, offset)
-                records[field] = column
-        return tuple(np.ascontiguousarray(records[field]) for field in TOKEN_TENSORS.values())  # type: ignore[return-value]
+            records = np.empty(count, dtype)
+            self._read(self._fds[1], records.view(np.uint8).data, start * dtype.itemsize)
+            return [np.ascontiguousarray(records[fields[name]]) for name in names]
+        tensors, columns = self.layout.tensors(self.rows), []
+        for name in names:
+            column = np.empty(count, dtype[fields[name]])
+            offset = self.layout.record.data_offset + tensors[name].begin + start * dtype[fields[name]].itemsize
+            self._read(self._fds[0], column.reshape(-1).view(np.uint8).data, offset)
+            columns.append(column)
+        return columns
 
     def _read(self, fd: int, into: memoryview, offset: int) -> None:
         path = self.paths.partial if len(self._fds) > 1 else self.paths.finished

@@ -203,6 +203,7 @@ class StoreWriter:
         positions: NDArray[np.int64],
         prefix_hash: NDArray[np.uint64],
         release: Callable[[], None] | None = None,
+        scales: NDArray[np.float32] | None = None,
     ) -> list[Extent]:
         """Write rows behind those written before. They are durable, and can be acknowledged, after a commit.
 
@@ -216,6 +217,8 @@ class StoreWriter:
             release: called once when the rows are no longer needed, written or not, from a thread of the store's, in
                 the order of the calls of ``append``; at once where there are no rows. It must be quick, and not call
                 the store. When ``append`` itself raises, it is not called.
+            scales: float32 [n, C], what each state of each row is to be multiplied by; for a dataset in float8, and no
+                other.
 
         Returns:
             Where the rows lie; more than one extent when a shard was filled.
@@ -225,7 +228,8 @@ class StoreWriter:
             DiskFullError, StoreError: none of the rows counts, and no more are accepted.
         """
         view = (rows.data if isinstance(rows, np.ndarray) else memoryview(rows)).cast("B")
-        tokens = pack_tokens(input_ids, positions, prefix_hash)
+        self._check_scales(scales, len(input_ids))
+        tokens = pack_tokens(input_ids, positions, prefix_hash, scales)
         if len(view) != len(tokens) * self.row_bytes:
             raise ValueError(f"rows: expected {len(tokens)} of {self.row_bytes} bytes; got {len(view)} bytes")
         self._require_open()
@@ -346,6 +350,12 @@ class StoreWriter:
             self._journal.close()
             self._lock.release()
         return self.acknowledged()
+
+    def _check_scales(self, scales: NDArray[np.float32] | None, rows: int) -> None:
+        expected = f"float32 {[rows, len(self.columns)]}" if self.info.scaled else "none"
+        got = "none" if scales is None else f"{scales.dtype} {list(scales.shape)}"
+        if got != expected:
+            raise ValueError(f"scales: expected {expected} for rows of {self.info.dtype}; got {got}")
 
     def _require_open(self) -> None:
         if self._closed:

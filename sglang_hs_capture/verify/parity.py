@@ -21,6 +21,10 @@ from sglang_hs_capture.model_config import load_model_config
 # Names under which published checkpoints carry an architecture that transformers has under another.
 MODEL_TYPES = {"kimi_k2": "deepseek_v3"}
 WRAPPER_PREFIX = "language_model."
+# How far the engine's arithmetic may lie from the reference's, as a share of a row's norm.
+ARITHMETIC = 1e-5
+# What rounding to a dtype may cost: as a share of the value, and at least this much.
+_ROUNDING = {"float32": (2.0**-24, 0.0), "bfloat16": (2.0**-8, 0.0), "float16": (2.0**-11, 2.0**-25)}
 
 
 class CapturedSamples(Protocol):
@@ -42,11 +46,13 @@ class ColumnError:
         column: the column's name.
         relative: the largest ``||captured - reference|| / ||reference||`` of any row.
         absolute: the largest difference of any element, as a share of the reference's largest element.
+        excess: the largest difference of any element, as a share of its ``allowance``; above 1 it is too large.
     """
 
     column: str
     relative: float
     absolute: float
+    excess: float
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,11 @@ class ParityReport:
     def worst(self) -> float:
         """The largest relative error of any column; NaN if any captured value is NaN."""
         return float(torch.tensor([column.relative for column in self.columns]).max())
+
+    @property
+    def excess(self) -> float:
+        """The largest excess of any column; NaN if any captured value is NaN."""
+        return float(torch.tensor([column.excess for column in self.columns]).max())
 
 
 class ReferenceModel:
@@ -169,13 +180,40 @@ def reference_states(
     return load_reference(model_path).states(input_ids, boundaries, final)
 
 
-def compare(dataset: CapturedSamples, model_path: str | Path, limit: int | None = None) -> ParityReport:
+def allowance(expected: Tensor, dtype: str) -> Tensor:
+    """How far each element of a captured state may lie from the reference.
+
+    That is what rounding to the stored dtype costs at most, and ``ARITHMETIC`` of the row's norm. Float8 costs 2^-4 of
+    a value, or half a subnormal step, 2^-10 of the row's scale; ``HiddenStateDataset`` rounds it to bfloat16 again.
+
+    Args:
+        expected: float32 ``[S, H]``, the reference.
+        dtype: what the states were stored in, by its name in ``dataset.json``.
+
+    Returns:
+        float32 ``[S, H]``.
+    """
+    size = expected.abs()
+    # A value that lies beside the reference already is rounded by a little more or less than the reference would be.
+    beside: Tensor = ARITHMETIC * 1.125 * expected.norm(dim=-1, keepdim=True)
+    if dtype != "float8_e4m3":
+        share, least = _ROUNDING[dtype]
+        return beside + (size * share).clamp(min=least)
+    scale = size.amax(dim=-1, keepdim=True) / 448
+    rounding = torch.maximum(size * 2.0**-4, scale * 2.0**-10)
+    return beside + rounding + (size + rounding) * _ROUNDING["bfloat16"][0]
+
+
+def compare(
+    dataset: CapturedSamples, model_path: str | Path, limit: int | None = None, *, dtype: str = "float32"
+) -> ParityReport:
     """Compare a dataset's samples with the reference.
 
     Args:
         dataset: captured samples.
         model_path: the checkpoint they were captured from.
         limit: compare only this many samples, spread evenly over the dataset; all if None.
+        dtype: what the samples' states were stored in, for ``excess``.
 
     Raises:
         ConfigError: see ``ReferenceModel``.
@@ -185,12 +223,13 @@ def compare(dataset: CapturedSamples, model_path: str | Path, limit: int | None 
         raise InputError("parity: the dataset has no sample to compare")
     reference = load_reference(model_path)
     boundaries, final = _wanted(dataset.columns)
-    errors = torch.zeros(len(dataset.columns), 2)
+    errors = torch.zeros(len(dataset.columns), 3)
     samples = tokens = 0
     for sample in _spread(dataset, limit):
         expected = reference.states(sample["input_ids"], boundaries, final)
         pairs = zip(sample["hidden_states"], expected, strict=True)
-        errors = torch.maximum(errors, torch.stack([_errors(captured.float(), state) for captured, state in pairs]))
+        found = torch.stack([_errors(captured.float(), state, dtype) for captured, state in pairs])
+        errors = torch.maximum(errors, found)
         samples += 1
         tokens += len(sample["input_ids"])
     columns = zip(dataset.columns, errors.tolist(), strict=True)
@@ -211,8 +250,9 @@ def _spread(dataset: CapturedSamples, limit: int | None) -> Iterator[dict[str, A
         yield dataset[index * len(dataset) // count]
 
 
-def _errors(captured: Tensor, expected: Tensor) -> Tensor:
-    """``[2]``: the largest relative error of a row, and of an element as a share of the largest expected one."""
+def _errors(captured: Tensor, expected: Tensor, dtype: str) -> Tensor:
+    """``[3]``: the largest relative error of a row; of an element, as a share of the largest, and of its allowance."""
     difference = captured - expected
     relative = (difference.norm(dim=-1) / expected.norm(dim=-1)).max()
-    return torch.stack([relative, difference.abs().max() / expected.abs().max()])
+    size = difference.abs()
+    return torch.stack([relative, size.max() / expected.abs().max(), (size / allowance(expected, dtype)).max()])

@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from sglang_hs_capture.errors import HsCaptureError
+from sglang_hs_capture.float8 import scales_from_absmax
 from sglang_hs_capture.staging.ring import Lease
 from sglang_hs_capture.store.hashing import prefix_hashes
 from sglang_hs_capture.store.schema import Extent, merge_extents, parse_rid, split_extents
@@ -38,6 +39,7 @@ class _OpenRequest:
     positions: np.ndarray
     slots: np.ndarray
     hashes: np.ndarray
+    scales: np.ndarray | None
     prefix: Prefix
     problem: tuple[str, str] | None
     extents: list[Extent] = field(default_factory=list)
@@ -119,7 +121,7 @@ class Committer:
             header: which.
             metadata: int64, as :class:`HostMetadata` reads it.
             absmax: float32 ``[T, C]``, the largest magnitude in each state of each kept row; not finite where the
-                state has such a value.
+                state has such a value. For a dataset in float8 the rows' scales are computed from it.
         """
         self._guarded(lambda: self._begin(header, metadata, absmax))
 
@@ -241,13 +243,16 @@ class Committer:
         state.last_prefill = number
         if isinstance(found, str):
             problem, found = problem or ("incomplete", found), Prefix((), 0)
-        problem = problem or _unusable(absmax[kept.target : kept.target + kept.length], kept.prefix_len)
+        largest = absmax[kept.target : kept.target + kept.length]
+        scales = scales_from_absmax(largest) if self._store.info.scaled else None
+        # A scale may be 0 though the largest value is not quite: such a row was stored as zeros, too.
+        problem = problem or _unusable(largest if scales is None else scales, kept.prefix_len)
         hashes = prefix_hashes(tokens, kept.prefix_len, found.end_hash)
         prompt_len = int(meta.prompt_lens[kept.index])
         if prompt_len == len(self._placeholder) and tuple(tokens.tolist()) == self._placeholder:
             problem = problem or ("refused", "SGLang refused the request and ran a placeholder prompt in its place")
         expected = name.end_hash if name is not None else None
-        return _OpenRequest(kept, state, prompt_len, expected, tokens, positions, slots, hashes, found, problem)
+        return _OpenRequest(kept, state, prompt_len, expected, tokens, positions, slots, hashes, scales, found, problem)
 
     def _take(self, data: memoryview, n_rows: int, lease: Lease) -> None:
         first, end = self._row, self._row + n_rows
@@ -281,9 +286,12 @@ class Committer:
             np.concatenate([getattr(part.request, name)[part.rows] for part in run])
             for name in ("tokens", "positions", "hashes")
         )
+        scales = [part.request.scales[part.rows] for part in run if part.request.scales is not None]
         done = lease.share()
         try:
-            extents = self._store.append(view, tokens, positions, hashes, done)
+            extents = self._store.append(
+                view, tokens, positions, hashes, done, np.concatenate(scales) if scales else None
+            )
         except BaseException:
             done()
             raise
@@ -351,9 +359,9 @@ class Committer:
         self._store.add_failure(rid, reason, detail)
 
 
-def _unusable(absmax: np.ndarray, first_position: int) -> tuple[str, str] | None:
-    """Look for rows that must not be trained on; ``absmax`` is float32 ``[T, C]``."""
-    for reason, bad in (("non_finite", ~np.isfinite(absmax)), ("zero_row", absmax == 0)):
+def _unusable(largest: np.ndarray, first_position: int) -> tuple[str, str] | None:
+    """Look for rows that must not be trained on; ``largest`` is float32 ``[T, C]``, absmax or scales."""
+    for reason, bad in (("non_finite", ~np.isfinite(largest)), ("zero_row", largest == 0)):
         if bad.any():
             row, column = np.argwhere(bad)[0]
             return (

@@ -13,7 +13,7 @@ import torch
 from sglang_hs_capture import HiddenStateDataset
 from sglang_hs_capture.layers import Final
 from sglang_hs_capture.store.session import read_sessions
-from sglang_hs_capture.verify.parity import reference_states
+from sglang_hs_capture.verify.parity import allowance, reference_states
 from tests.integration.conftest import Server, StartServer
 from tests.recorded import recorded_states
 
@@ -208,6 +208,39 @@ def test_captured_bytes_equal_plain_forward_hooks(start_server, deepseek_checkpo
         for name, state in zip(columns, sample["hidden_states"], strict=True):
             assert state.dtype == torch.bfloat16
             assert torch.equal(state, recorded[rid, name].to(torch.bfloat16)), (rid, name)
+
+
+@pytest.mark.slow
+def test_states_in_float8_lie_within_the_bound_of_those_in_float32(
+    capture, start_server, kimi_checkpoint, tmp_path_factory
+):
+    """The same prompts from a server of each kind, also of several chunks and at once."""
+    exact_server, exact_output = capture
+    output = tmp_path_factory.mktemp("float8") / "dataset"
+    server = start_server(kimi_checkpoint, *flags(output, dtype="float8_e4m3"), env=environment())
+    prompts = {f"hs-float8-{n}": prompt(n, 80) for n in (1, 2, CHUNK - 1, CHUNK + 1, 2 * CHUNK, 300)}
+    for each in (exact_server, server):
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda item, each=each: each.generate(item[1], rid=item[0]), prompts.items()))
+    exact, got = states_of(exact_output, set(prompts)), states_of(output, set(prompts))
+    raw = {item["id"]: item for item in HiddenStateDataset(output, raw=True)}
+    largest = 0.0
+    for rid, ids in prompts.items():
+        assert got[rid]["input_ids"].tolist() == exact[rid]["input_ids"].tolist() == ids
+        assert len(raw[rid]["scales"]) == len(BOUNDARIES) + 2
+        columns = zip(exact[rid]["hidden_states"], got[rid]["hidden_states"], strict=True)
+        for column, (expected, values) in enumerate(columns):
+            assert values.dtype == torch.bfloat16
+            share = ((values.float() - expected).abs() / allowance(expected, "float8_e4m3")).max()
+            assert share <= 1, (rid, column)
+            largest = max(largest, float(share))
+            scales = expected.abs().amax(dim=1) / 448
+            torch.testing.assert_close(raw[rid]["scales"][column], scales, rtol=1e-4, atol=0)
+            assert raw[rid]["hidden_states"][column].float().abs().amax(dim=1).eq(448).all()
+    # Rounding is what the difference comes from.
+    assert largest > 0.5
+    dataset = HiddenStateDataset(output)
+    assert dataset.info.row_bytes * 4 == HiddenStateDataset(exact_output).info.row_bytes
 
 
 def test_tensor_parallel_ranks_capture_once_and_right(start_server, kimi_checkpoint, tmp_path_factory):

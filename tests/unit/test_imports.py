@@ -16,7 +16,7 @@ ROOT = Path(sglang_hs_capture.__file__).parent
 # A part may import from itself and from those of earlier lines, at any depth of nesting.
 ORDER = (
     {"errors"},
-    {"layers"},
+    {"layers", "float8"},
     {"config"},
     {"model_config"},
     {"compat", "kernels", "store", "data", "demo"},
@@ -86,7 +86,7 @@ def test_triton_is_imported_in_the_kernel_only():
 
 
 def test_parts_that_must_be_light_import_no_torch():
-    light = {"errors", "layers", "config", "model_config", "store", "writing", "cli"}
+    light = {"errors", "layers", "float8", "config", "model_config", "store", "writing", "cli"}
     assert not light & {part_of(file) for file in importers("torch") | importers("transformers")}
 
 

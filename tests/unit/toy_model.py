@@ -81,10 +81,16 @@ class ToyModel:
     """Serves prompts one forward after the other; the states of a token depend on the token and on its place."""
 
     def __init__(
-        self, directory: Path, *, norm_dtype: torch.dtype = torch.bfloat16, device: str = "cpu", **settings: Any
+        self,
+        directory: Path,
+        *,
+        dtype: str = "float32",
+        norm_dtype: torch.dtype = torch.bfloat16,
+        device: str = "cpu",
+        **settings: Any,
     ) -> None:
         defaults = {"ring_bytes": 2**20, "shard_bytes": 2**16, "min_free_bytes": 0, "commit_interval_s": 0.02}
-        config = CaptureConfig(output_dir=str(directory), layers=(1,), dtype="float32", **defaults | settings)
+        config = CaptureConfig(output_dir=str(directory), layers=(1,), dtype=dtype, **defaults | settings)
         self.device = torch.device(device)
         self.decoder = Decoder(norm_dtype).to(self.device)
         columns = make_columns((1,), Final.PRE_NORM)
@@ -93,7 +99,7 @@ class ToyModel:
         self.capture = WritingCapture(
             taps,
             config,
-            info(),
+            info(dtype=dtype),
             columns,
             session=session,
             served_name="toy",
@@ -107,7 +113,7 @@ class ToyModel:
 
     @staticmethod
     def states(prompt: list[int]) -> torch.Tensor:
-        """Float32 ``[S, C, H]``, what capture must store."""
+        """Float32 ``[S, C, H]``, what capture must store; but for the rounding of another dtype."""
         entering = ToyModel.hidden(prompt, 0, len(prompt))
         return torch.stack([entering + 1, entering + 6], dim=1)
 

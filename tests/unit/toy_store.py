@@ -54,21 +54,38 @@ def states_of(hashes: NDArray[np.uint64], columns: int = 2, column_bytes: int = 
     return ((mixed >> np.uint64(40)) & np.uint64(0x3F)).astype(np.uint8)
 
 
+def scales_of(hashes: NDArray[np.uint64], columns: int = 2) -> NDArray[np.float32]:
+    """Scales of rows with these hashes.
+
+    Returns:
+        float32 [n, columns], above 0 and different in each row and column.
+    """
+    mixed = hashes[:, None] * np.uint64(0xBF58476D1CE4E5B9) + np.arange(columns, dtype=np.uint64)
+    return ((mixed >> np.uint64(44)) + np.uint64(1)).astype(np.float32) / 2**15
+
+
+def _scales_for(store: StoreWriter, hashes: NDArray[np.uint64]) -> NDArray[np.float32] | None:
+    return scales_of(hashes, len(store.columns)) if store.info.scaled else None
+
+
 def append_tokens(store: StoreWriter, tokens: list[int], start: int = 0) -> tuple[list[Extent], int]:
     """Append the rows of ``tokens[start:]``; where they lie, and the hash of all tokens."""
     hashes = prefix_hashes(np.array(tokens), 0, 0)
     states = states_of(hashes, len(store.columns), store.info.column_bytes)[start:]
     positions = np.arange(start, len(tokens))
-    return store.append(np.ascontiguousarray(states), np.array(tokens[start:]), positions, hashes[start:]), int(
-        hashes[-1]
+    scales = _scales_for(store, hashes[start:])
+    extents = store.append(
+        np.ascontiguousarray(states), np.array(tokens[start:]), positions, hashes[start:], scales=scales
     )
+    return extents, int(hashes[-1])
 
 
 def queue_sample(store: StoreWriter, rid: str, tokens: list[int], release: Callable[[], None]) -> list[Extent]:
     """Queue a prompt, and have the next commit acknowledge it."""
     hashes = prefix_hashes(np.array(tokens), 0, 0)
     states = states_of(hashes, len(store.columns), store.info.column_bytes)
-    extents = store.append(states, np.array(tokens), np.arange(len(tokens)), hashes, release)
+    ids, scales = np.array(tokens), _scales_for(store, hashes)
+    extents = store.append(states, ids, np.arange(len(tokens)), hashes, release, scales)
     store.add_sample(rid, len(tokens), extents, int(hashes[-1]))
     return extents
 

@@ -283,6 +283,7 @@ def test_inspect_json_is_what_scripts_rely_on(capsys, dataset):
         "reused": {"disk": 0.0, "compute": 0.0},
         "bytes": 240,
         "shards": {"finished": 1, "unfinished": 0},
+        "scale_bytes": 0,
         "requests": {"asked": 4, "pending": 1, "dropped": 1, "failed": 1, "mismatched": 0, "unclaimed": 0},
         "reasons": {"no luck": 1, "non_finite": 1},
         "draft_ids": {"boundary": [1], "output_of_layer": [0], "final": {"boundary": 4, "output_of_layer": 3}},

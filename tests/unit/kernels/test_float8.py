@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_hs_capture.float8 import scales_from_absmax
 from sglang_hs_capture.kernels import pack, reference
-from sglang_hs_capture.kernels.scales import dequantize, scales_from_absmax
+from sglang_hs_capture.reader.dequantize import dequantize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -165,6 +166,19 @@ def test_dequantize_in_all_shapes_and_dtypes():
         assert back.dtype == dtype
         assert torch.equal(back, (codes.double() * scales.double()[..., None]).float().to(dtype))
     assert torch.equal(dequantize(codes[1], scales[1], torch.float32), dequantize(codes, scales, torch.float32)[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dequantize_is_exact_for_every_code_and_any_scale(dtype):
+    """To the bit what torch's own conversion gives, from the smallest scale to that of the largest float32."""
+    largest = float(torch.finfo(torch.float32).max)
+    absmax = np.array([1e-45, 5e-43, 1e-38, 2.0**-100, 0.1, 448.0, 1e20, largest, 0.0], np.float32)
+    scales = torch.from_numpy(scales_from_absmax(absmax))
+    codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8).expand(9, 254)
+    back = dequantize(codes.contiguous().view(FLOAT8), scales, dtype)
+    expected = (codes.contiguous().view(FLOAT8).float() * scales[:, None]).to(dtype)
+    assert torch.equal(back.view(torch.uint8), expected.view(torch.uint8))
+    assert back[5].any()
 
 
 @pytest.mark.parametrize(

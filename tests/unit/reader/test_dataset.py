@@ -9,12 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
-from toy_store import append_tokens, make_info, open_store, put_sample, states_of
+from toy_store import append_tokens, make_info, open_store, put_sample, scales_of, states_of
 
 import sglang_hs_capture
 from sglang_hs_capture import HiddenStateDataset
 from sglang_hs_capture.errors import CorruptionError, StoreError
 from sglang_hs_capture.reader import dataset as dataset_module
+from sglang_hs_capture.reader.dequantize import dequantize
 from sglang_hs_capture.store.hashing import end_hash, prefix_hashes
 from sglang_hs_capture.store.requests import RequestLedger, RequestRecord
 from sglang_hs_capture.store.schema import DatasetInfo, make_rid, sample_key
@@ -34,6 +35,7 @@ def capture(directory: Path, info: DatasetInfo | None = None) -> StoreWriter:
 
 
 def check_items(dataset: HiddenStateDataset) -> None:
+    """Every item, bit for bit; those in float8 must be given as they are stored."""
     assert [item["id"] for item in dataset] == list(PROMPTS)
     info = dataset.info
     for item in dataset:
@@ -45,35 +47,83 @@ def check_items(dataset: HiddenStateDataset) -> None:
         assert len(item["hidden_states"]) == len(info.columns)
         for column, values in enumerate(item["hidden_states"]):
             assert values.shape == (len(tokens), info.hidden_size)
-            assert values.dtype == getattr(torch, info.dtype)
+            assert values.dtype == getattr(torch, info.dtype.replace("e4m3", "e4m3fn"))
             assert values.is_contiguous()
             expected = states[:, column * info.column_bytes : (column + 1) * info.column_bytes]
             assert np.array_equal(values.view(torch.uint8).numpy(), expected)
+        assert ("scales" in item) is info.scaled
+        if info.scaled:
+            expected = scales_of(prefix_hashes(np.array(tokens), 0, 0), len(info.columns))
+            for column, scales in enumerate(item["scales"]):
+                assert scales.is_contiguous()
+                assert np.array_equal(scales.numpy(), expected[:, column])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3"])
 @pytest.mark.parametrize("hidden", [1, 3, 8])
 def test_samples_come_back_from_finished_and_unfinished_shards(tmp_path: Path, dtype: str, hidden: int) -> None:
     store = capture(tmp_path, make_info(dtype=dtype, hidden_size=hidden))
-    unfinished = HiddenStateDataset(tmp_path)
+    unfinished = HiddenStateDataset(tmp_path, raw=True)
     check_items(unfinished)
     append_tokens(store, [99])
-    check_items(HiddenStateDataset(tmp_path))
+    check_items(HiddenStateDataset(tmp_path, raw=True))
     store.close()
     check_items(unfinished)
     check_items(pickle.loads(pickle.dumps(unfinished)))
-    finished = HiddenStateDataset(tmp_path)
+    finished = HiddenStateDataset(tmp_path, raw=True)
     check_items(finished)
     assert len(finished) == 3
     assert finished.columns == ("boundary:1", "final:pre_norm")
     assert finished.boundaries == (1,)
 
 
-def test_rows_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    capture(tmp_path).close()
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3"])
+def test_rows_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    capture(tmp_path, make_info(dtype=dtype)).close()
+    whole = list(HiddenStateDataset(tmp_path))
     for size in (1, 12, 30, 36):
         monkeypatch.setattr(dataset_module, "_STAGING_BYTES", size)
-        check_items(HiddenStateDataset(tmp_path))
+        check_items(HiddenStateDataset(tmp_path, raw=True))
+        for item, expected in zip(HiddenStateDataset(tmp_path), whole, strict=True):
+            assert all(map(torch.equal, item["hidden_states"], expected["hidden_states"]))
+
+
+def test_float8_comes_out_as_bfloat16(tmp_path: Path) -> None:
+    capture(tmp_path, make_info(dtype="float8_e4m3", hidden_size=40)).close()
+    for item, raw in zip(HiddenStateDataset(tmp_path), HiddenStateDataset(tmp_path, raw=True), strict=True):
+        assert "scales" not in item
+        for values, stored, scales in zip(item["hidden_states"], raw["hidden_states"], raw["scales"], strict=True):
+            assert values.dtype == torch.bfloat16
+            assert values.is_contiguous()
+            assert values.any()
+            assert torch.equal(values, (stored.float() * scales[:, None]).to(torch.bfloat16))
+
+
+def test_a_sample_of_many_extents_is_read_in_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of another prompt between any two of its own: the conversion is of blocks all the same."""
+    store = open_store(tmp_path, info=make_info(dtype="float8_e4m3"), shard_bytes=10**6)
+    tokens, extents = list(range(200)), []
+    for length in range(1, 201):
+        mine, end = append_tokens(store, tokens[:length], start=length - 1)
+        append_tokens(store, [7])
+        extents += mine
+    store.add_sample("a", 200, extents, end)
+    store.close()
+    dataset, calls = HiddenStateDataset(tmp_path), []
+    assert len(dataset.samples[0].extents) == 200
+
+    def counted(*args: torch.Tensor | torch.dtype) -> torch.Tensor:
+        calls.append(args)
+        return dequantize(*args)
+
+    monkeypatch.setattr(dataset_module, "dequantize", counted)
+    states = dataset[0]["hidden_states"]
+    assert len(calls) == 2
+    hashes = prefix_hashes(np.array(tokens), 0, 0)
+    codes = torch.from_numpy(states_of(hashes, 2, 3)).view(torch.float8_e4m3fn)
+    for column, values in enumerate(states):
+        scales = torch.from_numpy(scales_of(hashes)[:, column].copy())
+        assert torch.equal(values, dequantize(codes[:, 3 * column : 3 * column + 3], scales, torch.bfloat16))
 
 
 def test_more_shards_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,19 +167,24 @@ def test_loss_masks_come_from_the_ledger(tmp_path: Path) -> None:
     assert item["loss_mask"].tolist() == [0, 1, 1, 0]
 
 
-def test_pipeline_stages_become_one_item(tmp_path: Path) -> None:
-    info = make_info(boundaries=(1, 2), columns=("boundary:1", "boundary:2", "final:pre_norm"))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3"])
+def test_pipeline_stages_become_one_item(tmp_path: Path, dtype: str) -> None:
+    info = make_info(boundaries=(1, 2), columns=("boundary:1", "boundary:2", "final:pre_norm"), dtype=dtype)
+    width = info.column_bytes
     # The second stage starts a shard with other rows, so that the extents differ.
     for writer, columns in (("dp0-pp1", info.columns[1:]), ("dp0-pp0", info.columns[:1])):
         store = open_store(tmp_path, writer, info, columns=columns)
         append_tokens(store, [1] * len(columns))
         put_sample(store, "x", [5, 6, 7, 8, 9])
         store.close()
-    item = HiddenStateDataset(tmp_path)[0]
+    item = HiddenStateDataset(tmp_path, raw=True)[0]
     hashes = prefix_hashes(np.array([5, 6, 7, 8, 9]), 0, 0)
-    first, second = states_of(hashes, 1, 6), states_of(hashes, 2, 6)
-    for values, expected in zip(item["hidden_states"], (first, second[:, :6], second[:, 6:]), strict=True):
+    first, second = states_of(hashes, 1, width), states_of(hashes, 2, width)
+    for values, expected in zip(item["hidden_states"], (first, second[:, :width], second[:, width:]), strict=True):
         assert np.array_equal(values.view(torch.uint8).numpy(), expected)
+    if dtype == "float8_e4m3":
+        expected_scales = np.concatenate([scales_of(hashes, 1), scales_of(hashes, 2)], axis=1)
+        assert np.array_equal(np.stack(item["scales"], axis=1), expected_scales)
 
 
 def flip(offset: int, by: int = 1) -> Callable[[Path], None]:

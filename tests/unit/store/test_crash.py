@@ -7,6 +7,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,11 @@ import pytest
 import torch
 from faulty_disk import ForgetfulOS, KillAt, PowerLossError, close_all_below, disk, join_store_threads
 from safetensors import safe_open
-from toy_store import append_tokens, open_store, put_sample, queue_sample, states_of
+from toy_store import append_tokens, make_info, open_store, put_sample, queue_sample, scales_of, states_of
 
 from sglang_hs_capture import HiddenStateDataset
 from sglang_hs_capture.store.hashing import prefix_hashes
+from sglang_hs_capture.store.identity import read_info
 from sglang_hs_capture.store.index import load_index
 from sglang_hs_capture.store.journal import JournalTail
 from sglang_hs_capture.store.recovery import recover_dataset
@@ -43,13 +45,14 @@ def directory(tmp_path: Path) -> Iterator[Path]:
         yield Path(name)
 
 
-def capture(directory: Path, report: Callable[[list[str]], object]) -> None:
+def capture(directory: Path, report: Callable[[list[str]], object], dtype: str = "bfloat16") -> None:
     """Two sessions that roll shards, share a prefix and report a failure; what is acknowledged is reported."""
+    info = make_info(dtype=dtype)
 
     def acknowledged(store_records: list) -> None:
         report([record.rid for record in store_records])
 
-    store = open_store(directory)
+    store = open_store(directory, info=info)
     put_sample(store, "one", PROMPTS["one"])
     acknowledged(store.commit())
     first, _ = append_tokens(store, PROMPTS["chunked"][:4])
@@ -62,7 +65,7 @@ def capture(directory: Path, report: Callable[[list[str]], object]) -> None:
     put_sample(store, "beside", PROMPTS["beside"])
     acknowledged(store.commit())
     acknowledged(store.close())
-    store = open_store(directory)
+    store = open_store(directory, info=info)
     put_sample(store, "second session", PROMPTS["second session"])
     acknowledged(store.commit())
     append_tokens(store, [71, 72, 73, 74])
@@ -86,21 +89,25 @@ def read_all(directory: Path) -> set[str]:
     """The samples of a dataset, each compared with what was captured; none if there is no dataset yet."""
     if not (directory / "dataset.json").exists():
         return set()
-    dataset = HiddenStateDataset(directory)
+    dataset = HiddenStateDataset(directory, raw=True)
+    width = dataset.info.column_bytes
     for item in dataset:
         tokens = PROMPTS[item["id"]]
-        states = states_of(prefix_hashes(np.array(tokens), 0, 0))
+        hashes = prefix_hashes(np.array(tokens), 0, 0)
+        states = states_of(hashes, 2, width)
         assert item["input_ids"].tolist() == tokens
         for column, values in enumerate(item["hidden_states"]):
-            expected = states[:, 6 * column : 6 * column + 6]
+            expected = states[:, width * column : width * (column + 1)]
             assert np.array_equal(values.view(torch.uint8).numpy(), expected)
+        if dataset.info.scaled:
+            assert np.array_equal(np.stack(item["scales"], axis=1), scales_of(hashes))
     return {sample.id for sample in dataset.samples}
 
 
 def check_survived(directory: Path, acknowledged: set[str]) -> None:
     """All that was acknowledged is there before and after recovery, and capturing goes on."""
     assert acknowledged <= read_all(directory)
-    store = open_store(directory)
+    store = open_store(directory, info=read_info(directory) if (directory / "dataset.json").exists() else None)
     before = read_all(directory)
     assert acknowledged <= before
     PROMPTS["afterwards"] = [81, 82, 83, 84, 85, 86]
@@ -147,12 +154,16 @@ def run_killed(
     return os.WIFSIGNALED(status), reported
 
 
-@pytest.mark.parametrize("torn", [False, True], ids=["between writes", "in a write"])
-def test_killed_at_every_step(directory: Path, torn: bool) -> None:
+@pytest.mark.parametrize(
+    ("torn", "dtype"),
+    [(False, "bfloat16"), (True, "bfloat16"), (True, "float8_e4m3")],
+    ids=["between writes", "in a write", "in a write of float8"],
+)
+def test_killed_at_every_step(directory: Path, torn: bool, dtype: str) -> None:
     step = 0
     while True:
         target = directory / str(step) / "data"
-        killed, acknowledged = run_killed(lambda report, d=target: capture(d, report), step, torn)
+        killed, acknowledged = run_killed(lambda report, d=target: capture(d, report, dtype), step, torn)
         check_survived(target, acknowledged)
         if not killed:
             break
@@ -245,8 +256,15 @@ def test_killed_at_every_step_of_recovery(directory: Path, stride: int) -> None:
     assert deepest > 15
 
 
-@pytest.mark.parametrize("work", [capture, capture_flowing])
-@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+def capture_float8(directory: Path, report: Callable[[list[str]], object]) -> None:
+    """The sessions of ``capture``, in float8."""
+    capture(directory, report, "float8_e4m3")
+
+
+@pytest.mark.parametrize(
+    ("work", "seed"),
+    [*product([capture, capture_flowing], [None, 1, 2, 3]), (capture_float8, None), (capture_float8, 4)],
+)
 def test_power_loss_at_every_step(
     directory: Path, seed: int | None, work: Callable[[Path, Callable[[list[str]], object]], None]
 ) -> None:

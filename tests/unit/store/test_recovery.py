@@ -3,11 +3,14 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from faulty_disk import close_all_below
-from toy_store import append_tokens, make_info, open_store, put_sample
+from safetensors import safe_open
+from toy_store import append_tokens, make_info, open_store, put_sample, scales_of
 
 from sglang_hs_capture.errors import CorruptionError, DatasetLockedError, StoreError
+from sglang_hs_capture.store.hashing import prefix_hashes
 from sglang_hs_capture.store.journal import encode_line
 from sglang_hs_capture.store.recovery import recover_dataset
 from sglang_hs_capture.store.replay import replay_journal
@@ -32,6 +35,28 @@ def test_rows_behind_the_durable_ones_are_cut(abandoned: Path) -> None:
     recover_dataset(abandoned)
     shards = replay_journal(abandoned, "dp0-pp0").shards
     assert [(number, state.rows, state.finished) for number, state in shards.items()] == [(0, 5, True), (1, 3, True)]
+
+
+def test_scales_of_the_durable_rows_are_recovered(tmp_path: Path) -> None:
+    store = open_store(tmp_path, info=make_info(dtype="float8_e4m3"))
+    put_sample(store, "first", [1, 2, 3])
+    store.commit()
+    append_tokens(store, [9])
+    close_all_below(tmp_path)
+    recover_dataset(tmp_path)
+    with safe_open(ShardPaths.of(tmp_path, "dp0-pp0", 0).finished, framework="np") as file:
+        assert np.array_equal(file.get_tensor("scales"), scales_of(prefix_hashes(np.array([1, 2, 3]), 0, 0)))
+
+
+def test_a_cut_token_file_is_told_with_the_size_of_its_records(tmp_path: Path) -> None:
+    store = open_store(tmp_path, info=make_info(dtype="float8_e4m3"))
+    put_sample(store, "first", [1, 2, 3])
+    store.commit()
+    close_all_below(tmp_path)
+    path = ShardPaths.of(tmp_path, "dp0-pp0", 0).tokens
+    path.write_bytes(path.read_bytes()[:95])
+    with pytest.raises(CorruptionError, match=r"ends at byte 95, 1 bytes too early; .* 3 durable rows of 32 bytes"):
+        recover_dataset(tmp_path)
 
 
 def cut(path: Path) -> None:

@@ -12,6 +12,7 @@ from sglang_hs_capture.errors import CorruptionError, StoreError
 from sglang_hs_capture.store.schema import (
     DatasetInfo,
     Extent,
+    RowsRecord,
     SampleRecord,
     check_writer,
     extents_from_rows,
@@ -84,6 +85,19 @@ def test_identity_survives_json() -> None:
     again = DatasetInfo.from_json(json.loads(json.dumps(info.to_json())), "here")
     assert again == info
     assert (again.column_bytes, again.row_bytes) == (6, 12)
+
+
+def test_float8_has_scales_and_half_the_bytes() -> None:
+    info = make_info(dtype="float8_e4m3", hidden_size=7168, columns=("a", "b", "c", "d"))
+    assert (info.scaled, info.row_bytes, info.scale_bytes) == (True, 28_672, 4)
+    assert (make_info().scaled, make_info().scale_bytes) == (False, 0)
+
+
+@pytest.mark.parametrize("scales", [None, 2**64 - 1])
+def test_rows_survive_json(scales: int | None) -> None:
+    record = RowsRecord(3, 4, 5, 6, scales)
+    assert ("scales_xxh3" in record.to_json()) is (scales is not None)
+    assert RowsRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
 
 
 def test_identity_of_a_newer_version_is_refused() -> None:

@@ -10,10 +10,11 @@ import torch
 import xxhash
 from faulty_disk import ShortWrites, disk
 from safetensors import safe_open
-from toy_store import append_tokens, make_info, open_store, put_sample
+from toy_store import append_tokens, make_info, open_store, put_sample, scales_of
 
 from sglang_hs_capture.errors import CorruptionError
 from sglang_hs_capture.store import shard as shard_module
+from sglang_hs_capture.store.hashing import prefix_hashes
 from sglang_hs_capture.store.replay import replay_journal
 from sglang_hs_capture.store.schema import ShardRecord
 from sglang_hs_capture.store.shard import ShardLayout, ShardPaths
@@ -33,6 +34,14 @@ GOLDEN_HEADER = (
     '"positions":{"dtype":"I64","shape":[1],"data_offsets":[24,32]},'
     '"prefix_hash":{"dtype":"I64","shape":[1],"data_offsets":[32,40]}}'
 )
+GOLDEN_FLOAT8 = (
+    '"hidden_states":{"dtype":"F8_E4M3","shape":[1,2,3],"data_offsets":[0,6]},'
+    '"_pad":{"dtype":"U8","shape":[2],"data_offsets":[6,8]},'
+    '"input_ids":{"dtype":"I64","shape":[1],"data_offsets":[8,16]},'
+    '"positions":{"dtype":"I64","shape":[1],"data_offsets":[16,24]},'
+    '"prefix_hash":{"dtype":"I64","shape":[1],"data_offsets":[24,32]},'
+    '"scales":{"dtype":"F32","shape":[1,2],"data_offsets":[32,40]}}'
+)
 GOLDEN_DATA = bytes.fromhex("000102030405060708090a0b 00000000 0700000000000000 0000000000000000 efcdab8967452301")
 
 
@@ -50,6 +59,23 @@ def test_golden_bytes(tmp_path: Path) -> None:
     assert data[4096:] == GOLDEN_DATA
 
 
+def test_golden_bytes_of_float8(tmp_path: Path) -> None:
+    store = open_store(tmp_path, info=make_info(dtype="float8_e4m3"))
+    scales = np.array([[0.5, 1.5]], np.float32)
+    store.append(bytes(range(6)), np.array([7]), np.array([0]), np.array([0x0123456789ABCDEF], np.uint64), None, scales)
+    store.commit()
+    rows = "0700000000000000 0000000000000000 efcdab8967452301 0000003f 0000c03f"
+    assert ShardPaths.of(tmp_path, "dp0-pp0", 0).tokens.read_bytes() == bytes.fromhex(rows)
+    store.close()
+    data = (tmp_path / "shards" / "dp0-pp0-000000.safetensors").read_bytes()
+    assert data[8:4096].decode().rstrip(" ").endswith(GOLDEN_FLOAT8)
+    assert data[4096:] == bytes(range(6)) + bytes(2) + bytes.fromhex(rows)
+    with safe_open(tmp_path / "shards" / "dp0-pp0-000000.safetensors", framework="pt") as file:
+        assert file.get_tensor("hidden_states").dtype == torch.float8_e4m3fn
+        assert file.get_tensor("hidden_states").view(torch.uint8).flatten().tolist() == list(range(6))
+        assert file.get_tensor("scales").tolist() == [[0.5, 1.5]]
+
+
 def test_safetensors_reads_it(tmp_path: Path) -> None:
     with safe_open(write_golden(tmp_path), framework="pt") as file:
         assert file.get_tensor("hidden_states").dtype == torch.bfloat16
@@ -64,7 +90,7 @@ def test_safetensors_reads_it(tmp_path: Path) -> None:
     assert json.loads(metadata["columns"]) == ["boundary:1", "final:pre_norm"]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3"])
 @pytest.mark.parametrize("hidden", [1, 3, 4])
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_every_alignment_is_read_back(tmp_path: Path, dtype: str, hidden: int, rows: int) -> None:
@@ -74,14 +100,12 @@ def test_every_alignment_is_read_back(tmp_path: Path, dtype: str, hidden: int, r
     store.close()
     with safe_open(tmp_path / "shards" / "dp0-pp0-000000.safetensors", framework="pt") as file:
         assert file.get_tensor("hidden_states").shape == (rows, 1, hidden)
-        assert file.get_tensor("hidden_states").dtype == getattr(torch, dtype)
+        assert file.get_tensor("hidden_states").dtype == getattr(torch, dtype.replace("e4m3", "e4m3fn"))
         assert file.get_tensor("input_ids").tolist() == list(range(100, 100 + rows))
         assert file.get_tensor("positions").tolist() == list(range(rows))
-        aligned = [
-            tensor.begin % 8
-            for tensor in ShardLayout(info, "w", ShardRecord(0, 4096, info.columns)).tensors(rows).values()
-        ]
-    assert aligned[-3:] == [0, 0, 0]
+    tensors = ShardLayout(info, "w", ShardRecord(0, 4096, info.columns)).tensors(rows)
+    aligned = [tensor.begin % 8 for name, tensor in tensors.items() if name not in ("hidden_states", "_pad")]
+    assert aligned == [0] * (4 if dtype == "float8_e4m3" else 3)
 
 
 def test_long_metadata_gets_a_larger_header(tmp_path: Path) -> None:
@@ -97,12 +121,13 @@ def test_long_metadata_gets_a_larger_header(tmp_path: Path) -> None:
 
 def test_tokens_are_copied_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_module, "_CHUNK_ROWS", 3)
-    store = open_store(tmp_path, shard_bytes=1000)
+    store = open_store(tmp_path, info=make_info(dtype="float8_e4m3"), shard_bytes=1000)
     append_tokens(store, list(range(50, 58)))
     store.close()
     with safe_open(tmp_path / "shards" / "dp0-pp0-000000.safetensors", framework="np") as file:
         assert file.get_tensor("input_ids").tolist() == list(range(50, 58))
         assert file.get_tensor("positions").tolist() == list(range(8))
+        assert np.array_equal(file.get_tensor("scales"), scales_of(prefix_hashes(np.arange(50, 58), 0, 0)))
 
 
 def test_journal_has_the_checksum_of_the_states(tmp_path: Path) -> None:
@@ -118,6 +143,19 @@ def test_journal_has_the_checksum_of_the_states(tmp_path: Path) -> None:
         (0, 2, xxhash.xxh3_64_intdigest(data[:24])),
         (2, 2, xxhash.xxh3_64_intdigest(data[24:48])),
     ]
+
+
+def test_journal_has_the_checksum_of_the_scales(tmp_path: Path) -> None:
+    store = open_store(tmp_path, info=make_info(dtype="float8_e4m3"))
+    put_sample(store, "a", [1, 2])
+    put_sample(store, "b", [3, 4, 5, 6])
+    store.close()
+    shards = replay_journal(tmp_path, "dp0-pp0").shards
+    assert [len(state.checksums) for state in shards.values()] == [1, 1]
+    for number, state in shards.items():
+        with safe_open(tmp_path / "shards" / f"dp0-pp0-{number:06d}.safetensors", framework="np") as file:
+            scales = file.get_tensor("scales")
+        assert state.checksums[0].scales_xxh3 == xxhash.xxh3_64_intdigest(scales.tobytes())
 
 
 def reader(directory: Path, rows: int) -> ShardReader:

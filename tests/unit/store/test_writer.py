@@ -111,6 +111,25 @@ def test_sizes_must_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("dtype", "scales", "message"),
+    [
+        ("float8_e4m3", None, r"expected float32 \[1, 2\] for rows of float8_e4m3; got none"),
+        ("float8_e4m3", np.ones((1, 2)), r"expected float32 \[1, 2\] .* got float64 \[1, 2\]"),
+        ("float8_e4m3", np.ones((1, 3), np.float32), r"got float32 \[1, 3\]"),
+        ("float8_e4m3", np.ones((2, 2), np.float32), r"got float32 \[2, 2\]"),
+        ("bfloat16", np.ones((1, 2), np.float32), r"expected none for rows of bfloat16; got float32 \[1, 2\]"),
+    ],
+)
+def test_scales_must_be_those_of_the_rows(tmp_path: Path, dtype: str, scales: np.ndarray | None, message: str) -> None:
+    store = open_store(tmp_path, info=make_info(dtype=dtype))
+    one, hashes = np.array([1]), np.array([1], np.uint64)
+    with pytest.raises(ValueError, match=message):
+        store.append(bytes(store.row_bytes), one, one, hashes, None, scales)
+    assert store.rows == 0
+    store.close()
+
+
+@pytest.mark.parametrize(
     ("length", "extents"),
     [
         (0, []),

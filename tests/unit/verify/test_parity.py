@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from sglang_hs_capture.demo.checkpoint import make_kimi_k25
 from sglang_hs_capture.errors import ConfigError, InputError
+from sglang_hs_capture.float8 import scales_from_absmax
+from sglang_hs_capture.kernels import reference
 from sglang_hs_capture.layers import Final
+from sglang_hs_capture.reader.dequantize import dequantize
 from sglang_hs_capture.verify.parity import ReferenceModel, compare, load_reference, reference_states
 
 COLUMNS = ["boundary:0", "boundary:2", "final:pre_norm", "final:post_norm"]
@@ -74,7 +78,7 @@ def test_a_boundary_depends_on_the_layers_below_it_only(model: Path, tmp_path: P
 
 def test_an_exact_dataset_has_no_error(model: Path) -> None:
     report = compare(captured(model, [1, 30]), model)
-    assert (report.samples, report.tokens, report.worst) == (2, 31, 0.0)
+    assert (report.samples, report.tokens, report.worst, report.excess) == (2, 31, 0.0, 0.0)
     assert [column.column for column in report.columns] == COLUMNS
 
 
@@ -104,6 +108,47 @@ def test_bfloat16_rows_are_compared_in_float32(model: Path) -> None:
     sample = dataset.samples[0]
     sample["hidden_states"] = [state.bfloat16() for state in sample["hidden_states"]]
     assert 1e-4 < compare(dataset, model).worst < 2**-8
+
+
+def through_float8(state: torch.Tensor) -> torch.Tensor:
+    """A state ``[S, H]`` as the dataset gives it that was stored in float8."""
+    codes, absmax = torch.empty(len(state), 1, state.shape[1], dtype=torch.float8_e4m3fn), torch.empty(len(state), 1)
+    reference.pack_state(state, None, codes, absmax, 0)
+    return dequantize(codes[:, 0], torch.from_numpy(scales_from_absmax(absmax[:, 0].numpy())), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "finer", "stored"),
+    [
+        ("bfloat16", "float16", torch.Tensor.bfloat16),
+        ("float16", "float32", torch.Tensor.half),
+        ("float8_e4m3", "bfloat16", through_float8),
+    ],
+)
+def test_rounding_to_the_stored_dtype_is_allowed_and_no_more(
+    model: Path, dtype: str, finer: str, stored: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    dataset = captured(model, [1, 40])
+    for sample in dataset.samples:
+        sample["hidden_states"] = [stored(state) for state in sample["hidden_states"]]
+    excess = compare(dataset, model, dtype=dtype).excess
+    # Of the many elements some are rounded by nearly all that is allowed.
+    assert 0.8 < excess <= 1
+    assert compare(dataset, model, dtype=finer).excess > 1
+
+
+def test_one_element_beyond_the_rounding_of_float8_is_told(model: Path) -> None:
+    dataset = captured(model, [30])
+    states = [through_float8(state) for state in dataset.samples[0]["hidden_states"]]
+    dataset.samples[0]["hidden_states"] = states
+    row = states[1][7]
+    place = int(row.abs().argmax())
+    row[place] *= 1.1
+    report = compare(dataset, model, dtype="float8_e4m3")
+    assert [column.excess > 1 for column in report.columns] == [False, True, False, False]
+    assert report.excess == report.columns[1].excess
+    row[place] = math.nan
+    assert not compare(dataset, model, dtype="float8_e4m3").excess <= 1
 
 
 def test_a_limit_spreads_over_the_dataset(model: Path) -> None:

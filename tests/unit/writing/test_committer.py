@@ -14,6 +14,8 @@ from safetensors import safe_open
 from sglang_hs_capture.capture.rows import plan_rows
 from sglang_hs_capture.compat import PrefillBatch
 from sglang_hs_capture.errors import DiskFullError
+from sglang_hs_capture.float8 import scales_from_absmax
+from sglang_hs_capture.kernels import reference
 from sglang_hs_capture.staging.copier import Staging
 from sglang_hs_capture.staging.ring import Consumer, Producer, RingMemory
 from sglang_hs_capture.store.hashing import end_hash
@@ -26,13 +28,16 @@ from sglang_hs_capture.writing.plan import BatchHeader
 HIDDEN, COLUMNS = 4, 2
 
 
-def make_info() -> DatasetInfo:
+TORCH_DTYPES = {"float32": torch.float32, "float8_e4m3": torch.float8_e4m3fn}
+
+
+def make_info(dtype: str = "float32") -> DatasetInfo:
     return DatasetInfo(
         boundaries=(1,),
         columns=("boundary:1", "final:pre_norm"),
         num_layers=3,
         hidden_size=HIDDEN,
-        dtype="float32",
+        dtype=dtype,
         model_path="m",
         architecture="A",
         config_hash="c",
@@ -54,16 +59,19 @@ class Engine:
         ring_bytes: int = 2**15,
         shard_bytes: int = 2**20,
         wrap: Callable[[StoreWriter], Any] = lambda store: store,
+        dtype: str = "float32",
     ) -> None:
+        info = make_info(dtype)
+        self.row_bytes = info.row_bytes
         self.errors: list[Exception] = []
         self.commits: list[bool] = []
-        memory = RingMemory.create(ring_bytes, HIDDEN * COLUMNS * 4)
+        memory = RingMemory.create(ring_bytes, info.row_bytes)
         self.memory, self.consumer = memory, Consumer(memory)
         self.staging = Staging(
-            torch.device("cpu"), 8, COLUMNS, HIDDEN, torch.float32, Producer(memory, check_consumer=lambda: None)
+            torch.device("cpu"), 8, COLUMNS, HIDDEN, TORCH_DTYPES[dtype], Producer(memory, check_consumer=lambda: None)
         )
         self.store = StoreWriter.open(
-            directory, "dp0-pp0", make_info(), session_id="s", shard_bytes=shard_bytes, min_free_bytes=0
+            directory, "dp0-pp0", info, session_id="s", shard_bytes=shard_bytes, min_free_bytes=0
         )
         self.committer = Committer(
             wrap(self.store),
@@ -117,13 +125,14 @@ class Engine:
         prefixes = [self.slots[r.rid][: r.prefix_len] for r in plan.requests]
         metadata = torch.tensor([*tokens, *slots, *(len(p[1]) for p in parts), *chain.from_iterable(prefixes)])
         staged = self.staging.begin(plan.n_rows)
-        staged.states.copy_(packed)
+        for column in range(COLUMNS):
+            reference.pack_state(packed[:, column], None, staged.states, staged.absmax, column)
         header = BatchHeader(self.prefills, plan, len(tokens), len(parts))
-        self.committer.begin(header, metadata.numpy(), packed.abs().amax(dim=2).numpy())
+        self.committer.begin(header, metadata.numpy(), staged.absmax.numpy())
         for piece in self.staging.send(staged.states):
             lease = self.consumer.lease(piece.span)
             data = self.consumer.data(piece.span)
-            self.committer.take(data, len(data) // (HIDDEN * COLUMNS * 4), lease)
+            self.committer.take(data, len(data) // self.row_bytes, lease)
             lease.done()
         self.committer.tick()
 
@@ -139,14 +148,14 @@ class Engine:
         self.committer.finish()
 
 
-def read_samples(directory: Path) -> dict[str, torch.Tensor]:
-    """The states of each acknowledged request, put together as its journal record says."""
+def read_samples(directory: Path, tensor: str = "hidden_states") -> dict[str, torch.Tensor]:
+    """The states of each acknowledged request, or its rows of another tensor, put together as its record says."""
     out = {}
     for sample in (record for record in journal(directory) if record["t"] == "sample"):
         parts = []
         for number, start, count in sample["extents"]:
             with safe_open(directory / "shards" / f"dp0-pp0-{number:06d}.safetensors", "pt") as shard:
-                parts.append(shard.get_slice("hidden_states")[start : start + count])
+                parts.append(shard.get_slice(tensor)[start : start + count])
         out[sample["rid"]] = torch.cat(parts)
     return out
 
@@ -169,6 +178,34 @@ def test_chunks_and_mixed_batches_become_whole_samples(tmp_path):
         assert torch.equal(samples[rid], Engine.states(prompt))
     ends = {r["rid"]: r["end_hash"] for r in journal(tmp_path) if r["t"] == "sample"}
     assert ends["hs-long"] == f"{end_hash(long):016x}"
+
+
+def packed_in_float8(prompt: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float8 ``[S, C, H]`` and float32 ``[S, C]``: what must be stored of a prompt."""
+    states = Engine.states(prompt)
+    codes = torch.empty(states.shape, dtype=torch.float8_e4m3fn)
+    absmax = torch.empty(states.shape[:2])
+    for column in range(COLUMNS):
+        reference.pack_state(states[:, column], None, codes, absmax, column)
+    return codes, torch.from_numpy(scales_from_absmax(absmax.numpy()))
+
+
+def test_rows_in_float8_are_stored_with_their_scales(tmp_path):
+    """Also where a row is cut from a piece of its own, a run is broken by a bad row, and shards are filled."""
+    engine = Engine(tmp_path, shard_bytes=2**7, dtype="float8_e4m3")
+    long, other, bad, short = list(range(100, 150)), list(range(7, 20)), [5] * 6, [3]
+    engine.forward([("hs-long", long, 0, 20), ("x", [1, 2, 3], 0, 3)])
+    spoil = {("hs-bad", 2): float("inf")}
+    engine.forward([("hs-long", long, 20, 37), ("hs-bad", bad, 0, 6), ("hs-other", other, 0, 13)], spoil)
+    engine.forward([("x2", [4] * 5, 0, 5), ("hs-long", long, 37, 50), ("hs-short", short, 0, 1)])
+    engine.finish()
+    assert not engine.errors
+    states, scales = read_samples(tmp_path), read_samples(tmp_path, "scales")
+    assert set(states) == {"hs-long", "hs-other", "hs-short"}
+    for rid, prompt in (("hs-long", long), ("hs-other", other), ("hs-short", short)):
+        expected = packed_in_float8(prompt)
+        assert torch.equal(states[rid].view(torch.uint8), expected[0].view(torch.uint8))
+        assert torch.equal(scales[rid], expected[1])
 
 
 def test_a_shared_prefix_is_stored_once_and_linked_from_both(tmp_path):
@@ -197,12 +234,24 @@ def test_a_prefix_never_captured_is_reported_not_guessed(tmp_path):
     assert set(read_samples(tmp_path)) == {"hs-b"}
 
 
+NAN, INF = float("nan"), float("inf")
+
+
 @pytest.mark.parametrize(
-    ("value", "reason"), [(float("nan"), "non_finite"), (float("inf"), "non_finite"), (0.0, "zero_row")]
+    ("dtype", "value", "reason"),
+    [
+        ("float32", NAN, "non_finite"),
+        ("float32", INF, "non_finite"),
+        ("float32", 0.0, "zero_row"),
+        ("float8_e4m3", NAN, "non_finite"),
+        ("float8_e4m3", -INF, "non_finite"),
+        ("float8_e4m3", 0.0, "zero_row"),
+        ("float8_e4m3", 1e-44, "zero_row"),  # its scale is 0
+    ],
 )
 @pytest.mark.parametrize("position", [1, 6])
-def test_a_bad_row_in_any_chunk_fails_its_sample_alone(tmp_path, value, reason, position):
-    engine = Engine(tmp_path)
+def test_a_bad_row_in_any_chunk_fails_its_sample_alone(tmp_path, dtype, value, reason, position):
+    engine = Engine(tmp_path, dtype=dtype)
     bad, good = list(range(50, 59)), list(range(60, 69))
     for start, end in ((0, 4), (4, 9)):
         engine.forward(
@@ -214,7 +263,8 @@ def test_a_bad_row_in_any_chunk_fails_its_sample_alone(tmp_path, value, reason, 
     assert f"position {position}" in failures[0]["detail"]
     samples = read_samples(tmp_path)
     assert set(samples) == {"hs-good"}
-    assert torch.equal(samples["hs-good"], Engine.states(good))
+    expected = Engine.states(good) if dtype == "float32" else packed_in_float8(good)[0]
+    assert torch.equal(samples["hs-good"].view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_the_placeholder_of_a_refused_prompt_is_no_sample(tmp_path):

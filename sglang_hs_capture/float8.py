@@ -2,7 +2,6 @@
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 FLOAT8_MAX = 448.0
 """The largest value of float8 e4m3 (``torch.float8_e4m3fn``): the largest value of a row is stored as this."""
@@ -26,28 +25,3 @@ def scales_from_absmax(absmax: npt.NDArray[np.float32]) -> npt.NDArray[np.float3
     if absmax.dtype != np.float32:
         raise ValueError(f"absmax: expected float32, as the pack operation gives it, got {absmax.dtype}")
     return absmax / np.float32(FLOAT8_MAX)
-
-
-def dequantize(states: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """States stored in float8, times their scales, in ``dtype``; the product is rounded to float32 first.
-
-    Args:
-        states: float8_e4m3fn ``[..., C, H]``.
-        scales: float32 ``[..., C]``, on the same device. Where one is infinite the whole row becomes NaN.
-        dtype: of the result.
-
-    Returns:
-        ``[..., C, H]`` in ``dtype``.
-
-    Raises:
-        ValueError: dtypes or shapes do not fit.
-    """
-    if states.dtype != torch.float8_e4m3fn or scales.dtype != torch.float32:
-        raise ValueError(
-            f"states, scales: expected torch.float8_e4m3fn, torch.float32, got {states.dtype}, {scales.dtype}"
-        )
-    if scales.shape != states.shape[:-1]:
-        raise ValueError(
-            f"scales: expected one for each row and state, {tuple(states.shape[:-1])}, got {tuple(scales.shape)}"
-        )
-    return (states.float() * scales.unsqueeze(-1)).to(dtype)
