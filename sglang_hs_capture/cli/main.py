@@ -12,7 +12,7 @@ from sglang_hs_capture.errors import HsCaptureError
 
 DEBUG_VARIABLE = "HS_CAPTURE_DEBUG"
 # What follows -- is SGLang's; only these commands start a server.
-WITH_SGLANG_FLAGS = ("run", "serve", "demo")
+WITH_SGLANG_FLAGS = ("run", "serve", "demo", "verify")
 
 app = typer.Typer(
     name="hs-capture",

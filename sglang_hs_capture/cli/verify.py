@@ -1,65 +1,154 @@
 """``hs-capture verify``: whether a dataset is what was captured, byte for byte, and what its states look like."""
 
 import json
-import sys
-import threading
-import time
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TransferSpeedColumn,
-)
 
+from sglang_hs_capture.cli import options
+from sglang_hs_capture.cli.check_view import make_check_view
+from sglang_hs_capture.cli.second_capture import SecondCapture
+from sglang_hs_capture.driver.check import find_model
+from sglang_hs_capture.driver.device import Device, use_cpu
 from sglang_hs_capture.driver.summary import GB
-from sglang_hs_capture.errors import ConfigError, CorruptionError
-from sglang_hs_capture.verify.check import CheckResult, CheckSettings, CheckView, check_dataset
-from sglang_hs_capture.verify.findings import KINDS, Findings, Severity
+from sglang_hs_capture.errors import ConfigError, CorruptionError, DatasetMismatchError
+from sglang_hs_capture.store.schema import DatasetInfo
+from sglang_hs_capture.verify.check import CheckResult, CheckSettings, check_dataset
+from sglang_hs_capture.verify.findings import KINDS, Finding, Findings, Severity
+from sglang_hs_capture.verify.report import write_report
+
+if TYPE_CHECKING:
+    from sglang_hs_capture.verify.recapture import Comparison
 
 SHOWN_PER_KIND = 3
-LINE_INTERVAL_S = 5.0
+TITLES = {"recapture": "Captured again", "reference": "Computed by transformers"}
+DEFAULT_PROMPTS = 16
+AGAINST_ONLY = ("prompts", "computed_in", "device", "start_timeout")
+
+
+class Reference(StrEnum):
+    """Independent implementations that states can be compared with."""
+
+    TRANSFORMERS = "transformers"
 
 
 def verify(
+    ctx: typer.Context,
     directory: Annotated[Path, typer.Argument(metavar="DATASET", help="The dataset.")],
+    *,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    report: Annotated[
+        Path | None, typer.Option(help="Write histograms and findings into this HTML file, to be looked at.")
+    ] = None,
     sample: Annotated[
         int | None, typer.Option(min=1, help="Look at the states of so many samples only, chosen at random.")
     ] = None,
     fraction: Annotated[
         float | None, typer.Option(min=0, max=1, help="Look at the states of such a share of the samples only.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Chooses the samples.")] = 0,
+    against_model: Annotated[
+        str | None, typer.Option(help="Capture some prompts again from this model, and compare every state.")
+    ] = None,
+    reference: Annotated[
+        Reference | None,
+        typer.Option(help="Compute some prompts with this library, in float32 on the CPU, and compare every state."),
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts to compare.")] = DEFAULT_PROMPTS,
+    computed_in: Annotated[
+        options.Dtype | None,
+        typer.Option(help="What the model computes in, for what may differ.", show_default="the model's dtype"),
+    ] = None,
+    device: options.DeviceOption = Device.AUTO,
+    start_timeout: Annotated[float, typer.Option(min=1, help="Seconds the server may take to start.")] = 7200.0,
+    seed: Annotated[int, typer.Option(help="Chooses samples and prompts.")] = 0,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads that read.", show_default="processors")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Warnings count as errors for the exit code.")] = False,
 ) -> None:
     """Check a dataset: its structure, every byte of its states, and that every sample is there.
 
     Exits with 0 only if nothing is wrong, else with 4. Reads each shard once, and writes nothing into the dataset.
+    What follows -- goes to the SGLang that --against-model starts.
     """
-    if sample is not None and fraction is not None:
-        raise ConfigError("--sample and --fraction: give one of them")
+    sglang_args: list[str] = ctx.obj or []
     directory = directory.expanduser()
-    settings = CheckSettings(samples=sample, fraction=fraction, seed=seed, threads=threads)
-    with make_view() as view:
-        result = check_dataset(directory, settings, view)
+    _refuse_useless(ctx, sample, fraction, against_model, reference, sglang_args)
+    if report is not None and not report.absolute().parent.is_dir():
+        raise ConfigError(f"--report: {report.absolute().parent} is not a directory")
+    config = find_model(against_model) if against_model else None
+    with make_check_view() as view:
+        result = check_dataset(directory, CheckSettings(sample, fraction, seed, threads), view)
+    comparisons: dict[str, Comparison] = {}
+    if against_model and result.sound:
+        if config is not None:
+            _require_same_model(directory, result.info, config.config_hash)
+        cpu = use_cpu(device)
+        again = SecondCapture(against_model, config, sglang_args, cpu, start_timeout, computed_in)
+        comparisons["recapture"] = again.compare(directory, prompts, seed)
+    if reference and result.sound:
+        comparisons["reference"] = _compare_with_transformers(
+            directory, against_model or result.info.model_path, prompts, computed_in or options.Dtype(result.info.dtype)
+        )
+    for kind, comparison in comparisons.items():
+        _judge(kind, comparison, result.findings)
+    if report is not None:
+        write_report(report, result)
     if as_json:
-        typer.echo(json.dumps(result.to_json(), indent=2))
+        more = {kind: comparison.to_json() for kind, comparison in comparisons.items()}
+        typer.echo(json.dumps({**result.to_json(), **more}, indent=2))
     else:
-        for line in lines(result):
+        for line in lines(result, comparisons):
             typer.echo(line)
+        if (against_model or reference) and not comparisons:
+            typer.echo("The states were not compared with the model's, since the dataset is not sound.")
     findings = result.findings
     if findings.errors or (strict and findings.warnings):
         raise CorruptionError(f"{directory}: {_verdict(findings)}; {_advice(findings)}")
+
+
+def _refuse_useless(
+    ctx: typer.Context,
+    sample: int | None,
+    fraction: float | None,
+    against_model: str | None,
+    reference: Reference | None,
+    sglang_args: list[str],
+) -> None:
+    """Refuse options that would have no effect, rather than pass over them."""
+    if sample is not None and fraction is not None:
+        raise ConfigError("--sample and --fraction: give one of them")
+    if sglang_args and against_model is None:
+        raise ConfigError("flags after '--' are for the SGLang that --against-model starts; without it there is none")
+    for name in AGAINST_ONLY if against_model is None else ():
+        source = ctx.get_parameter_source(name)
+        helps_reference = reference is not None and name in {"prompts", "computed_in"}
+        if source is not None and source.name == "COMMANDLINE" and not helps_reference:
+            raise ConfigError(f"--{name.replace('_', '-')} is for --against-model; without it, leave it out")
+
+
+def _require_same_model(directory: Path, info: DatasetInfo, config_hash: str) -> None:
+    if info.config_hash != config_hash:
+        raise DatasetMismatchError(
+            f"{directory}: the dataset was captured from a model with the config {info.config_hash}, and that of "
+            f"--against-model is {config_hash}; name the model it was captured from, {info.model_path}"
+        )
+
+
+def _compare_with_transformers(directory: Path, model: str, prompts: int, dtype: options.Dtype) -> "Comparison":
+    from sglang_hs_capture.reader.dataset import HiddenStateDataset
+    from sglang_hs_capture.verify.parity import ReferenceSamples
+    from sglang_hs_capture.verify.recapture import bound_of, compare, spread
+
+    captured = HiddenStateDataset(directory)
+    chosen = spread(len(captured), prompts)
+    pairs = [(index, index) for index in chosen]
+    return compare(captured, ReferenceSamples(captured, model), pairs, bound_of(captured.info.dtype, dtype.value))
+
+
+def _judge(kind: str, comparison: "Comparison", findings: Findings) -> None:
+    for column, sample, position, text in comparison.problems():
+        findings.add(Finding(kind, text, "", sample, position, column))
 
 
 def _verdict(findings: Findings) -> str:
@@ -73,7 +162,7 @@ def _advice(findings: Findings) -> str:
     return "each finding above says what to do"
 
 
-def lines(result: CheckResult) -> list[str]:
+def lines(result: CheckResult, comparisons: "dict[str, Comparison] | None" = None) -> list[str]:
     """The result for a person, on one page."""
     info, findings = result.info, result.findings
     share = result.bytes_checked / result.bytes if result.bytes else 1.0
@@ -94,6 +183,8 @@ def lines(result: CheckResult) -> list[str]:
         figures = " ".join(f"{value:>11.4g}" for value in values) if result.statistics.rows[number] else ""
         shown.append(f"{name:<16} {figures}".rstrip())
     shown.append("")
+    for kind, comparison in (comparisons or {}).items():
+        shown += [*comparison.lines(TITLES[kind]), ""]
     listed = findings.listed()
     for kind, properties in KINDS.items():
         count = findings.counts[kind]
@@ -109,74 +200,3 @@ def lines(result: CheckResult) -> list[str]:
     partly = "" if result.rows_checked == result.rows else ", as far as it was looked at"
     shown.append(f"{verdict}{partly} ({_verdict(findings)}).")
     return shown
-
-
-class _SilentExit(CheckView):
-    """A view that is left in order."""
-
-    def __enter__(self) -> "_SilentExit":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Leave the screen in order."""
-
-
-class BarView(_SilentExit):
-    """A progress bar on a terminal."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
-
-    def begin(self, what: str, total: int, unit: str) -> None:
-        self.close()
-        amounts = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(),)
-        self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), *amounts, TimeElapsedColumn(), console=self._console
-        )
-        self._task = self._bar.add_task(what, total=total)
-        self._bar.start()
-
-    def advance(self, amount: int) -> None:
-        if self._bar is not None:
-            self._bar.advance(self._task, amount)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-
-class LineView(_SilentExit):
-    """Plain lines every few seconds, for logs and pipes."""
-
-    def __init__(self, interval_s: float = LINE_INTERVAL_S) -> None:
-        self._interval_s = interval_s
-        self._lock = threading.Lock()
-        self._what, self._unit, self._total, self._done = "", "", 0, 0
-        self._next = time.monotonic() + interval_s
-
-    def begin(self, what: str, total: int, unit: str) -> None:
-        self._what, self._unit, self._total, self._done = what, unit, total, 0
-
-    def advance(self, amount: int) -> None:
-        with self._lock:
-            self._done += amount
-            now = time.monotonic()
-            if now < self._next:
-                return
-            self._next = now + self._interval_s
-            if self._unit == "bytes":
-                text = f"{self._done / GB:.2f} of {self._total / GB:.2f} GB"
-            else:
-                text = f"{self._done:,} of {self._total:,} {self._unit}"
-            print(f"{self._what}: {text}", file=sys.stderr, flush=True)
-
-
-def make_view() -> _SilentExit:
-    """A bar where stderr is a terminal, lines elsewhere."""
-    return BarView(Console(file=sys.stderr)) if sys.stderr.isatty() else LineView()

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from sglang_hs_capture.verify.elements import to_float32
 
-# Histograms over the logarithm to base 2; a bin is a factor of 2**(1/8), 9%. The outermost bins take what is beyond.
-BINS_PER_OCTAVE = 8
-LOWEST_OCTAVE, HIGHEST_OCTAVE = -64, 64
+# Histograms over the logarithm to base 2; a bin is a factor of 2**(1/16), 4%. The outermost bins take what is beyond.
+BINS_PER_OCTAVE = 16
+LOWEST_OCTAVE, HIGHEST_OCTAVE = -48, 48
 BINS = (HIGHEST_OCTAVE - LOWEST_OCTAVE) * BINS_PER_OCTAVE
 # Position 0 has a bucket of its own, then two buckets a doubling.
 BUCKETS_PER_OCTAVE = 2
