@@ -158,7 +158,7 @@ def _verdict(findings: Findings) -> str:
 
 def _advice(findings: Findings) -> str:
     if findings.samples:
-        return f"{len(findings.samples):,} samples are not to be used; each finding above says what to do"
+        return f"samples that are not to be used: {len(findings.samples):,}; each finding above says what to do"
     return "each finding above says what to do"
 
 
@@ -171,7 +171,8 @@ def lines(result: CheckResult, comparisons: "dict[str, Comparison] | None" = Non
         f"Dataset      {result.path}{', which is being captured' if result.live else ''}",
         f"Model        {info.model_path} ({info.architecture}), config {info.config_hash}",
         f"Samples      {result.samples:,} ({result.tokens:,} tokens), {result.asked:,} asked for",
-        f"Structure    {len(result.journals):,} journals and ledger, {journal_lines:,} lines; {result.shards:,} shards",
+        f"Structure    {len(result.journals):,} journals and ledger ({journal_lines:,} lines), {result.shards:,} shard"
+        f"{'' if result.shards == 1 else 's'}",
         f"States       {result.rows_checked:,} of {result.rows:,} rows looked at ({share:.1%}), "
         f"{result.bytes_checked / GB:.3f} GB of {info.dtype} in {result.seconds:.1f} s",
         "",

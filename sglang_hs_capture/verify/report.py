@@ -188,9 +188,7 @@ class Axis:
             step = next(step * f for f in (0.2, 0.5, 1, 2, 5) if (self.high - self.low) / (step * f) <= 5)
             return [step * n for n in range(ceil(self.low / step), floor(self.high / step) + 1)]
         decades = log10(self.high / self.low)
-        factors = next(
-            f for most, f in ((0.4, _FINE), (1, _MIDDLE), (2.5, (1, 2, 5)), (np.inf, (1,))) if decades < most
-        )
+        factors = next(factors for most, factors in _TICKS if decades < most)
         skip = max(1, ceil(decades / 6))
         exponents = range(floor(log10(self.low)), ceil(log10(self.high)) + 1)
         ticks = [f * 10.0**e for e in exponents if e % skip == 0 for f in factors]

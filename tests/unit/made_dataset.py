@@ -75,32 +75,53 @@ def make(
         change: is given each sample's id and states, and may change them before they are stored.
         close: finish the last shard; else it stays as a crash leaves it.
     """
-    info = info_of(dtype)
-    store = StoreWriter.open(
-        directory,
-        WRITER,
-        info,
-        session_id="5e55",
-        min_free_bytes=0,
-        lock_timeout_s=0.0,
-        shard_bytes=ROWS_PER_SHARD * info.row_bytes,
-    )
+    store = open_store(directory, dtype)
     with RequestLedger.open(directory) as ledger:
         for number, length in enumerate(LENGTHS):
-            id, tokens = f"s{number}", tokens_of(number, length)
-            hashes = prefix_hashes(tokens, 0, 0)
-            end = int(hashes[-1])
-            mask = tuple(rle_encode(np.arange(length) >= length // 2))
-            ledger.append(RequestRecord(id, sample_key(id), length, end, mask, f"data.jsonl:{number + 1}"))
-            states = states_of(tokens)
-            change(id, states)
-            extents = store.append(to_bytes(states, dtype), tokens, np.arange(length), hashes)
-            store.add_sample(make_rid("hs-", sample_key(id), 0, end), length, extents, end)
-            store.commit()
+            put_sample(store, ledger, f"s{number}", tokens_of(number, length), dtype, change)
     write_norm(directory)
     if close:
         store.close()
     return store
+
+
+def make_from(
+    directory: Path, dtype: str, prompts: dict[str, list[int]], change: Callable[[str, NDArray[np.float32]], None]
+) -> None:
+    """Make a dataset of prompts, by id."""
+    store = open_store(directory, dtype)
+    with RequestLedger.open(directory) as ledger:
+        for id, tokens in prompts.items():
+            put_sample(store, ledger, id, np.array(tokens), dtype, change)
+    store.close()
+
+
+def open_store(directory: Path, dtype: str) -> StoreWriter:
+    info = info_of(dtype)
+    size = ROWS_PER_SHARD * info.row_bytes
+    return StoreWriter.open(
+        directory, WRITER, info, session_id="5e55", min_free_bytes=0, lock_timeout_s=0.0, shard_bytes=size
+    )
+
+
+def put_sample(
+    store: StoreWriter,
+    ledger: RequestLedger,
+    id: str,
+    tokens: NDArray[np.int64],
+    dtype: str,
+    change: Callable[[str, NDArray[np.float32]], None],
+) -> None:
+    """Ask for a sample and acknowledge it."""
+    length, hashes = len(tokens), prefix_hashes(tokens, 0, 0)
+    end = int(hashes[-1])
+    mask = tuple(rle_encode(np.arange(length) >= length // 2))
+    ledger.append(RequestRecord(id, sample_key(id), length, end, mask, f"data.jsonl:{len(ledger.requests) + 1}"))
+    states = states_of(tokens)
+    change(id, states)
+    extents = store.append(to_bytes(states, dtype), tokens, np.arange(length), hashes)
+    store.add_sample(make_rid("hs-", sample_key(id), 0, end), length, extents, end)
+    store.commit()
 
 
 def write_norm(directory: Path, eps: float = 1e-6) -> None:
