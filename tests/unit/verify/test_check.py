@@ -13,9 +13,12 @@ import pytest
 from made_dataset import HIDDEN, JOURNAL, LENGTHS
 
 from sglang_hs_capture.errors import StoreError
+from sglang_hs_capture.store.hashing import prefix_hashes
+from sglang_hs_capture.store.index import load_index
 from sglang_hs_capture.store.requests import LEDGER_FILE, DroppedRecord, RequestLedger, RequestRecord
 from sglang_hs_capture.store.schema import rle_encode, sample_key
 from sglang_hs_capture.store.session import SessionRecord, write_session
+from sglang_hs_capture.store.writer import StoreWriter
 from sglang_hs_capture.verify import check as check_module
 from sglang_hs_capture.verify.check import CheckResult, CheckSettings, CheckView, check_dataset
 from sglang_hs_capture.verify.findings import KEPT_PER_KIND, KINDS, Finding, Findings
@@ -516,7 +519,7 @@ def test_every_bit_that_flips_is_found(dataset):
     """A sample of all bits; where each one counts the same, so that large files get most of them."""
     choose = random.Random(20251130)
     files = files_that_count(dataset)
-    for _ in range(150):
+    for _ in range(100):
         path, size = choose.choices(files, weights=[size for _, size in files])[0]
         offset, bit = choose.randrange(size), choose.randrange(8)
         made.flip(path, offset, bit)
@@ -524,3 +527,69 @@ def test_every_bit_that_flips_is_found(dataset):
         assert result.findings.errors, f"bit {bit} of byte {offset} of {path.name}"
         made.flip(path, offset, bit)
     assert check(dataset).sound
+
+
+def test_a_shared_prefix_is_checked_once_and_damages_all_who_share_it(tmp_path):
+    """Two samples begin with the same rows; one of their rows is damaged."""
+    store = made.open_store(tmp_path, "bfloat16")
+    tokens = made.tokens_of(0, 10)
+    hashes = prefix_hashes(tokens, 0, 0)
+    data = made.to_bytes(made.states_of(tokens), "bfloat16")
+    prefix = store.append(data[:6], tokens[:6], np.arange(6), hashes[:6])
+    rest = store.append(data[6:], tokens[6:], np.arange(6, 10), hashes[6:])
+    store.add_sample("long", 10, [*prefix, *rest], int(hashes[-1]))
+    store.add_sample("short", 6, prefix, int(hashes[5]))
+    store.close()
+    made.write_norm(tmp_path)
+    sound = check(tmp_path)
+    assert kinds(sound) == set()
+    assert (sound.samples, sound.tokens, sound.rows, sound.asked) == (2, 16, 10, 0)
+    (file,) = (tmp_path / "shards").glob("*.safetensors")
+    offset = next(record["data_offset"] for record in made.records(tmp_path / JOURNAL) if record["t"] == "shard")
+    made.flip(file, offset + 2 * ROW_BYTES)
+    result = check(tmp_path)
+    assert kinds(result) == {"checksum"}
+    assert result.findings.samples == {"long", "short"}
+
+
+def make_stages(tmp_path: Path) -> None:
+    """A dataset of two writers that have some of the columns each; the second one lacks a sample."""
+    info = made.info_of()
+    stages = {"dp0-pp0": made.COLUMNS[:1], "dp0-pp1": made.COLUMNS[1:]}
+    rids = [f"r{number}" for number in range(3)]
+    for writer, columns in stages.items():
+        store = StoreWriter.open(
+            tmp_path, writer, info, session_id="5e55", min_free_bytes=0, shard_bytes=1 << 20, columns=columns
+        )
+        for number, rid in enumerate(rids[: 3 if writer == "dp0-pp0" else 2]):
+            tokens = made.tokens_of(number, 9)
+            hashes = prefix_hashes(tokens, 0, 0)
+            states = made.states_of(tokens)[:, [made.COLUMNS.index(name) for name in columns]]
+            extents = store.append(made.to_bytes(states, "bfloat16"), tokens, np.arange(9), hashes)
+            store.add_sample(rid, 9, extents, int(hashes[-1]))
+        store.close()
+    made.write_norm(tmp_path)
+
+
+def test_the_stages_of_a_pipeline_are_put_together(tmp_path):
+    """A sample is there when its parts have all of the columns."""
+    make_stages(tmp_path)
+    result = check(tmp_path)
+    assert kinds(result) == {"incomplete"}
+    (finding,) = found(result, "incomplete")
+    assert (finding.sample, finding.file) == ("r2", JOURNAL)
+    assert "boundary:3, final:pre_norm" in finding.what
+    assert (result.samples, result.shards) == (2, 2)
+    assert result.statistics.rows.tolist() == [27, 18, 18]
+    assert {sample.id for sample in load_index(tmp_path).samples} == {"r0", "r1"}
+
+
+def test_another_writers_rows_are_named_too(tmp_path):
+    make_stages(tmp_path)
+    (file,) = (tmp_path / "shards").glob("dp0-pp1-*.safetensors")
+    journal = tmp_path / "journal-dp0-pp1.jsonl"
+    offset = next(record["data_offset"] for record in made.records(journal) if record["t"] == "shard")
+    made.flip(file, offset + 3)
+    result = check(tmp_path)
+    assert found(result, "checksum")[0].file == f"shards/{file.name}"
+    assert result.findings.samples == {"r0", "r1"}  # both lie in the rows of one checksum
