@@ -20,7 +20,7 @@ from sglang_hs_capture.errors import CorruptionError, StoreError
 from sglang_hs_capture.store.identity import DATASET_FILE, FINAL_NORM_FILE, SHARD_FOLDER, read_info
 from sglang_hs_capture.store.index import SampleEntry
 from sglang_hs_capture.store.replay import ShardState, journal_writers
-from sglang_hs_capture.store.schema import DatasetInfo, RowsRecord, check_writer
+from sglang_hs_capture.store.schema import RESTORE, DatasetInfo, RowsRecord, check_writer
 from sglang_hs_capture.store.session import is_running, read_session
 from sglang_hs_capture.store.shard import ShardLayout, ShardPaths
 from sglang_hs_capture.verify.elements import to_float32
@@ -32,6 +32,7 @@ from sglang_hs_capture.verify.shards import Job, ShardFile, StateCheck, check_fi
 from sglang_hs_capture.verify.statistics import Extreme, Place, Statistics
 
 OPEN_SHARDS = 64
+MOST_BYTES = 2**60
 SAMPLES_PER_TASK = 256
 # Norms this many times above or below the median of their column are told. Massive activations at a prompt's first
 # token and at delimiters lie tens to hundreds of times above it, and are right.
@@ -189,12 +190,15 @@ class _Check:
     def _read_info(self) -> DatasetInfo:
         """``dataset.json``, or what a finished shard repeats of it where that file is damaged."""
         try:
-            return read_info(self._directory)
-        except (CorruptionError, TypeError, StoreError) as error:
+            info = read_info(self._directory)
+            if problem := _ill_typed(info):
+                raise CorruptionError(f"{self._directory / DATASET_FILE}: {problem}; {RESTORE}")
+            return info
+        except (StoreError, TypeError) as error:
             if not (self._directory / DATASET_FILE).exists() and not (self._directory / SHARD_FOLDER).is_dir():
                 raise
             found = next(filter(None, map(info_of_header, self._finished_files())), None)
-            if found is None:
+            if found is None or _ill_typed(found):
                 raise
             self._findings.add(Finding("dataset-file", str(error), DATASET_FILE))
             return found
@@ -227,7 +231,11 @@ class _Check:
             self._result.journals[f"journal-{writer}.jsonl"] = journal.counts
             journals.append(journal)
             for number, state in journal.replay.shards.items():
-                if state.rows:
+                record = state.record
+                if state.rows and not (record.columns and number >= 0 and 8 <= record.data_offset < MOST_BYTES):
+                    text = f"there is no shard as in the record {record.to_json()}: its rows are not checked"
+                    self._findings.add(Finding("journal-record", text, f"journal-{writer}.jsonl"))
+                elif state.rows:
                     self._states[writer, number] = state
         return journals
 
@@ -378,6 +386,20 @@ class _Check:
         self._findings.add(finding, affected)
 
 
+def _ill_typed(info: DatasetInfo) -> str:
+    """Which field is not of its type; empty if all are."""
+    texts = ("dtype", "model_path", "architecture", "config_hash", "created_at", "sglang_version", "convention")
+    kinds: dict[str, type | tuple[type, ...]] = dict.fromkeys(texts, str)
+    kinds |= {"num_layers": int, "hidden_size": int, "final_norm_eps": (int, float)}
+    for name, kind in kinds.items():
+        if not isinstance(getattr(info, name), kind):
+            return f"{name} cannot be {getattr(info, name)!r}"
+    for name, kind in (("boundaries", int), ("columns", str)):
+        if not all(isinstance(value, kind) for value in getattr(info, name)):
+            return f"{name} cannot be {getattr(info, name)!r}"
+    return ""
+
+
 def _outlier_text(extreme: Extreme, median: float) -> str:
     ratio = extreme.norm / median
     away = f"{ratio:.3g} times" if ratio > 1 else f"1/{1 / ratio:.3g} of"
@@ -407,7 +429,7 @@ def _norm_problem(data: bytes, info: DatasetInfo) -> str:
         dtype, shape = DTYPE_NAMES[entry["dtype"]], entry["shape"]
         raw = np.frombuffer(data, np.uint8, offset=8 + length)
         weight = to_float32(np.ascontiguousarray(raw[begin:end]), dtype)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"the file cannot be read ({error!r})"
     if shape != [info.hidden_size] or len(weight) != info.hidden_size or end != len(raw):
         return f"expected a weight of {info.hidden_size} elements; the file has {shape} in {len(raw)} bytes"

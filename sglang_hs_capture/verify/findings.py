@@ -115,7 +115,12 @@ class Finding:
         places += [f"sample {self.sample!r}"] if self.sample is not None else []
         places += [f"position {self.position}"] if self.position is not None else []
         places += [self.column] if self.column is not None else []
-        return f"{', '.join(places)}: {self.what}" if places else self.what
+        return printable(f"{', '.join(places)}: {self.what}" if places else self.what)
+
+
+def printable(text: str) -> str:
+    """A text in one line that no terminal obeys: names and reasons come from files that anybody may have written."""
+    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
 
 
 class Findings:

@@ -17,6 +17,7 @@ from sglang_hs_capture.verify.shards import record_of_header
 
 # A line longer than this is no record; it is passed over without being held in memory.
 MAX_LINE = 1 << 28
+MOST_ROWS = 1 << 48
 
 
 @dataclass
@@ -68,7 +69,7 @@ def _sound_lines(path: Path, kind: str, findings: Findings, counts: LineCounts) 
                 continue
             try:
                 record = decode_line(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 counts.damaged += 1
                 findings.add(Finding(kind, f"line {number}: {error}; its {len(line)} bytes are passed over", path.name))
                 continue
@@ -82,7 +83,7 @@ def _without_newline(path: Path, kind: str, number: int, line: bytes, findings: 
         try:
             decode_line(candidate)
             whole = True
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
     if whole:
         findings.add(Finding(kind, f"line {number}: it does not end with a newline, and is whole otherwise", path.name))
@@ -138,6 +139,10 @@ def read_journal(directory: Path, writer: str, findings: Findings) -> Journal:
 
 
 def _apply(replay: Replay, raw: dict[str, Any]) -> None:
+    if raw["t"] in {"sample", "failed"} and not isinstance(raw["rid"], str):
+        raise ValueError(f"a request cannot have the id {raw['rid']!r}")
+    if raw["t"] == "rows" and not int(raw["start"]) + int(raw["count"]) < MOST_ROWS:
+        raise ValueError("no shard has so many rows")
     try:
         replay.apply(raw)
     except ValueError:

@@ -52,7 +52,7 @@ def write_report(path: Path, result: CheckResult) -> None:
         StoreError: the file cannot be written.
     """
     try:
-        path.write_text(html_report(result), encoding="utf-8")
+        path.write_text(html_report(result), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise StoreError(f"{path}: the report could not be written: {error.strerror or error}") from error
 

@@ -76,7 +76,7 @@ def _groups(info: DatasetInfo, replays: Sequence[Replay]) -> Iterable[tuple[tupl
 
 
 def _unclaimed(entry: SampleEntry, name: RequestName, findings: Findings) -> None:
-    text = f"the request {entry.rid} is acknowledged, and {LEDGER_FILE} has no record with the key {name.key}"
+    text = f"the request {entry.rid!r} is acknowledged, and {LEDGER_FILE} has no record with the key {name.key}"
     findings.add(Finding("unclaimed", text, LEDGER_FILE, entry.id))
 
 

@@ -112,7 +112,7 @@ class ShardFile:
 
     def head(self, length: int) -> bytes:
         """The first bytes of the file, fewer where it ends."""
-        return os.pread(self._fds[0], length, 0)
+        return os.pread(self._fds[0], min(length, self.size), 0)
 
     def padding(self) -> bytes:
         """What lies between states and tokens of a finished shard."""
@@ -184,7 +184,7 @@ def _header_difference(found: bytes, wanted: bytes) -> str:
                 name: json.loads(value) if name in {"columns", "dataset"} else value
                 for name, value in header["__metadata__"].items()
             }
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         return f"the header cannot be read ({error!r})"
     for name in sorted({*there, *here}):
         mine, theirs = here.get(name), there.get(name)
@@ -206,7 +206,7 @@ def info_of_header(path: Path) -> DatasetInfo | None:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(length, 1 << 27)))
         return DatasetInfo.from_json(json.loads(header["__metadata__"]["dataset"]), str(path))
-    except (OSError, ValueError, KeyError, TypeError, StoreError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, StoreError):
         return None
 
 
@@ -217,7 +217,7 @@ def record_of_header(path: Path, shard: int) -> tuple[int, tuple[str, ...]] | No
             length = int.from_bytes(file.read(8), "little")
             metadata = json.loads(file.read(min(length, 1 << 27)))["__metadata__"]
         return (length + 8, tuple(json.loads(metadata["columns"]))) if int(metadata["shard"]) == shard else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

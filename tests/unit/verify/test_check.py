@@ -552,6 +552,60 @@ def test_a_shared_prefix_is_checked_once_and_damages_all_who_share_it(tmp_path):
     assert result.findings.samples == {"long", "short"}
 
 
+def test_no_damage_whatever_ends_the_check(dataset):
+    """Bytes overwritten, cut off and put in, in any file: there is always a result, or one foreseen error."""
+    choose = random.Random(7)
+    files = [path for path in sorted(dataset.rglob("*")) if path.is_file() and not path.name.startswith("lock-")]
+    outcomes = set()
+    for _ in range(60):
+        path = choose.choice(files)
+        whole = path.read_bytes()
+        at, size = choose.randrange(len(whole)), choose.choice([1, 3, 40])
+        junk = choose.choice([b"", choose.randbytes(size), b'"' * size, b"9" * size, b"[" * 5000])
+        path.write_bytes(whole[:at] + junk + whole[at + choose.choice([0, len(junk), size]) :])
+        try:
+            outcomes.add(check(dataset, threads=1).sound)
+        except StoreError:
+            assert path.name == "dataset.json"
+        path.write_bytes(whole)
+    assert False in outcomes
+    assert check(dataset).sound
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"columns": []}, {"data_offset": -4096}, {"data_offset": 2**70}, {"shard": -1}, {"columns": ["other"]}],
+)
+def test_a_shard_record_that_lies_is_a_finding(dataset, changes):
+    made.rewrite(dataset / JOURNAL, lambda record: {**record, **changes} if record["t"] == "shard" else record)
+    result = check(dataset)
+    assert not result.sound
+    assert kinds(result) & {"journal-record", "shard-header", "shard-size"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("sample", {"rid": []}), ("rows", {"count": 2**62}), ("sample", {"extents": [[0, 0]]})]
+)
+def test_a_record_that_lies_is_a_finding(dataset, kind, changes):
+    made.rewrite(dataset / JOURNAL, lambda record: {**record, **changes} if record["t"] == kind else record)
+    assert "journal-record" in kinds(check(dataset))
+
+
+@pytest.mark.parametrize("field", ["columns", "hidden_size", "dtype", "model_path", "final_norm_eps"])
+def test_a_description_that_lies_is_a_finding(dataset, field):
+    info = json.loads((dataset / "dataset.json").read_text())
+    (dataset / "dataset.json").write_text(json.dumps({**info, field: [None]}))
+    result = check(dataset)
+    assert kinds(result) == {"dataset-file"}
+    assert result.info == made.info_of()
+
+
+def test_names_cannot_speak_to_the_terminal():
+    finding = Finding("dropped", "given up: \x1b[2J\nSound", "requests.jsonl", "a\ud800\x07")
+    assert str(finding).isprintable()
+    assert "\\x1b[2J\\nSound" in str(finding)
+
+
 def make_stages(tmp_path: Path) -> None:
     """A dataset of two writers that have some of the columns each; the second one lacks a sample."""
     info = made.info_of()
