@@ -93,7 +93,7 @@ def verify(
     for kind, comparison in comparisons.items():
         _judge(kind, comparison, result.findings)
     if report is not None:
-        write_report(report, result)
+        write_report(report, result, _comparison_lines(comparisons))
     if as_json:
         more = {kind: comparison.to_json() for kind, comparison in comparisons.items()}
         typer.echo(json.dumps({**result.to_json(), **more}, indent=2))
@@ -151,6 +151,10 @@ def _judge(kind: str, comparison: "Comparison", findings: Findings) -> None:
         findings.add(Finding(kind, text, "", sample, position, column))
 
 
+def _comparison_lines(comparisons: "dict[str, Comparison]") -> list[str]:
+    return [line for kind, comparison in comparisons.items() for line in (*comparison.lines(TITLES[kind]), "")]
+
+
 def _verdict(findings: Findings) -> str:
     errors = f"{findings.errors:,} error{'' if findings.errors == 1 else 's'}"
     return f"{errors} and {findings.warnings:,} warning{'' if findings.warnings == 1 else 's'}"
@@ -184,8 +188,7 @@ def lines(result: CheckResult, comparisons: "dict[str, Comparison] | None" = Non
         figures = " ".join(f"{value:>11.4g}" for value in values) if result.statistics.rows[number] else ""
         shown.append(f"{name:<16} {figures}".rstrip())
     shown.append("")
-    for kind, comparison in (comparisons or {}).items():
-        shown += [*comparison.lines(TITLES[kind]), ""]
+    shown += _comparison_lines(comparisons or {})
     listed = findings.listed()
     for kind, properties in KINDS.items():
         count = findings.counts[kind]

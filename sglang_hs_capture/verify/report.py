@@ -45,20 +45,20 @@ svg text { font: 11px system-ui, sans-serif; fill: #444; }
 """
 
 
-def write_report(path: Path, result: CheckResult) -> None:
-    """Write the report.
+def write_report(path: Path, result: CheckResult, comparisons: Sequence[str] = ()) -> None:
+    """Write the report; ``comparisons`` are the lines of what was compared with the model, if anything was.
 
     Raises:
         StoreError: the file cannot be written.
     """
     try:
-        path.write_text(html_report(result), encoding="utf-8", errors="backslashreplace")
+        path.write_text(html_report(result, comparisons), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise StoreError(f"{path}: the report could not be written: {error.strerror or error}") from error
 
 
-def html_report(result: CheckResult) -> str:
-    """The whole page."""
+def html_report(result: CheckResult, comparisons: Sequence[str] = ()) -> str:
+    """The whole page; see ``write_report``."""
     parts = [
         f"<h1>{escape(result.path)}</h1>",
         _verdict(result),
@@ -66,6 +66,7 @@ def html_report(result: CheckResult) -> str:
         _identity(result),
         "<h2>Findings</h2>",
         _findings(result),
+        *([f"<h2>Compared with the model</h2>\n<pre>{escape(chr(10).join(comparisons))}</pre>"] if comparisons else []),
         "<h2>Norms of the states</h2>",
         "<p>Each row of a state has one Euclidean norm. Zero rows and rows that are not finite are not among them.</p>",
         _table(result.statistics),

@@ -133,7 +133,7 @@ class Statistics:
     def add_equal(self, pair: tuple[str, str], places: list[Place], count: int) -> None:
         """Take in rows in which two columns hold the same bytes."""
         number, kept = self.equal.get(pair, (0, []))
-        self.equal[pair] = (number + count, (kept + places)[:EXTREMES_KEPT])
+        self.equal[pair] = (number + count, sorted(kept + places)[:EXTREMES_KEPT])
 
     def merge(self, other: "Statistics") -> None:
         """Take in what another one has seen."""

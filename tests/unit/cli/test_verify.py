@@ -219,7 +219,9 @@ def test_prompts_are_captured_again_as_they_were(capsys, dataset, model, same_mo
     run, seen = captured_by("float32", lambda _id, _states: None)
     monkeypatch.setattr(second_capture, "run_on_own_server", run)
     words = ["--against-model", model, "--prompts", 4, "--device", "cpu"]
-    code, out, _ = call(capsys, dataset, *words, "--", "--tp-size", "2")
+    report = dataset.parent / "report.html"
+    code, out, _ = call(capsys, dataset, *words, "--report", report, "--", "--tp-size", "2")
+    assert "Captured again: 4 samples" in report.read_text()
     assert code == 0, out
     assert "Captured again: 4 samples" in out
     ((path, capture, sglang_args, cpu, rows),) = seen
