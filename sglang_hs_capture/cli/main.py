@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import typer
 
 from sglang_hs_capture import __version__
-from sglang_hs_capture.cli import demo, doctor, inspect, prepare, run, serve
+from sglang_hs_capture.cli import demo, doctor, inspect, prepare, run, serve, verify
 from sglang_hs_capture.errors import HsCaptureError
 
 DEBUG_VARIABLE = "HS_CAPTURE_DEBUG"
 # What follows -- is SGLang's; only these commands start a server.
-WITH_SGLANG_FLAGS = ("run", "serve", "demo")
+WITH_SGLANG_FLAGS = ("run", "serve", "demo", "verify")
 
 app = typer.Typer(
     name="hs-capture",
@@ -26,6 +26,7 @@ app.command()(run.run)
 app.command()(serve.serve)
 app.command()(prepare.prepare)
 app.command()(inspect.inspect)
+app.command()(verify.verify)
 app.command()(demo.demo)
 app.command()(doctor.doctor)
 

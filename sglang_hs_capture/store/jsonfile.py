@@ -27,7 +27,7 @@ def read_object(path: Path, remedy: str) -> dict[str, Any] | None:
             return None
     try:
         raw = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptionError(f"{path}: not JSON ({error}); {remedy}") from None
     if not isinstance(raw, dict):
         raise CorruptionError(f"{path}: expected an object, got {type(raw).__name__}; {remedy}")

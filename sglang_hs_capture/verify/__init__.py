@@ -1,1 +1,1 @@
-"""Checks of a dataset that share nothing with the code that captured it."""
+"""Checks of a dataset: its bytes against what the journals say, and its states against a second computation."""

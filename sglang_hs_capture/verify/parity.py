@@ -204,6 +204,30 @@ def allowance(expected: Tensor, dtype: str) -> Tensor:
     return beside + rounding + (size + rounding) * _ROUNDING["bfloat16"][0]
 
 
+class ReferenceSamples:
+    """The samples of a dataset as the reference computes them: the same tokens, and states in float32."""
+
+    def __init__(self, dataset: CapturedSamples, model_path: str | Path) -> None:
+        """Load the reference.
+
+        Raises:
+            ConfigError: see ``ReferenceModel``.
+        """
+        self._dataset = dataset
+        self._reference = load_reference(model_path)
+        self._boundaries, self._final = _wanted(dataset.columns)
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """Those of the dataset."""
+        return self._dataset.columns
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """``input_ids`` and ``hidden_states`` of one sample, as ``HiddenStateDataset`` gives them."""
+        tokens = self._dataset[index]["input_ids"]
+        return {"input_ids": tokens, "hidden_states": self._reference.states(tokens, self._boundaries, self._final)}
+
+
 def compare(
     dataset: CapturedSamples, model_path: str | Path, limit: int | None = None, *, dtype: str = "float32"
 ) -> ParityReport:

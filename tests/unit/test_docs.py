@@ -14,6 +14,8 @@ from sglang_hs_capture import errors
 from sglang_hs_capture.cli.main import app
 from sglang_hs_capture.config import CONFIG_KEY, CaptureConfig
 from sglang_hs_capture.layers import resolve_boundaries
+from sglang_hs_capture.verify.findings import KINDS
+from sglang_hs_capture.verify.recapture import BOUNDS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "sglang_hs_capture"
@@ -72,9 +74,6 @@ def test_lines_are_short(name):
 @PARAMETRIZED
 def test_commands_and_their_options_exist(name):
     for command, rest in (call for piece in code(TEXTS[name]) for call in CALL.findall(piece)):
-        if command == "verify":  # named as missing
-            assert "does not exist yet" in TEXTS[name]
-            continue
         assert command in OPTIONS, f"{name}: hs-capture {command}"
         unknown = set(FLAG.findall(rest.partition(" -- ")[0])) - OPTIONS[command]
         assert not unknown, f"{name}: hs-capture {command} has no {unknown}"
@@ -127,6 +126,17 @@ def test_exit_codes_are_those_of_the_code():
     table = re.findall(r"^\| (\d) \| `(\w+)` \|", TEXTS["docs/troubleshooting.md"], re.MULTILINE)
     own = [error for error in vars(errors).values() if isinstance(error, type) and "exit_code" in vars(error)]
     assert {(int(number), name) for number, name in table} == {(error.exit_code, error.__name__) for error in own}
+
+
+def test_every_finding_of_verify_is_explained_with_its_weight():
+    table = re.findall(r"^\| `([\w-]+)` \| (error|warning) \|", TEXTS["docs/verify.md"], re.MULTILINE)
+    assert dict(table) == {kind: properties.severity.value for kind, properties in KINDS.items()}
+
+
+def test_what_may_differ_from_a_second_capture_is_what_the_code_allows():
+    table = re.findall(r"^\| (\w+) \| ([\de.-]+) \| ([\de.-]+) \|", TEXTS["docs/verify.md"], re.MULTILINE)
+    allowed = {dtype: (float(row), float(typical)) for dtype, row, typical in table}
+    assert allowed == {dtype: (bound.row, bound.typical) for dtype, bound in BOUNDS.items()}
 
 
 def strings_of_the_code() -> list[str]:

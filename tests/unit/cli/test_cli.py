@@ -78,7 +78,7 @@ def test_version_and_help(capsys):
 
 
 def test_sglang_flags_go_to_commands_that_start_it(capsys, tmp_path):
-    with pytest.raises(SystemExit, match="only run, serve, demo start"):
+    with pytest.raises(SystemExit, match="only run, serve, demo, verify start"):
         main(["inspect", str(tmp_path), "--", "--tp-size", "8"])
     code, _, err = call(capsys, "run", "stray.jsonl", "--data", "x", "--output", "y", "--model", "z")
     assert code == 2

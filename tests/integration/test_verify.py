@@ -1,0 +1,105 @@
+"""``hs-capture verify`` on what the real engine captured: the demo's dataset, sound, and with faults planted in it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from sglang_hs_capture.store.index import load_index
+from sglang_hs_capture.store.journal import decode_line, encode_line
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+TIMEOUT_S = 560
+COMMAND = [sys.executable, "-m", "sglang_hs_capture.cli.main"]
+# As the demo starts it, but with chunks of another size, so that the second capture is not the first one again.
+SGLANG_FLAGS = ["--", "--dtype", "float32", "--chunked-prefill-size", "256"]
+
+
+def call(*words: Any) -> subprocess.CompletedProcess[str]:
+    environment = {"OMP_NUM_THREADS": "2", **os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [*COMMAND, *map(str, words)], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("demo") / "output"
+    done = call("demo", "--output", output)
+    assert done.returncode == 0, done.stderr
+    return output
+
+
+def plant(dataset: Path, change: Callable[[np.ndarray], None]) -> None:
+    """Change the states of the demo's one shard and bring the journal's checksums up to date: no checksum finds it.
+
+    ``change`` is given float32 [rows, columns, hidden_size].
+    """
+    index = load_index(dataset)
+    ((shard,), (path,)) = index.shards, sorted((dataset / "shards").glob("*.safetensors"))
+    begin, size = shard.state.record.data_offset, shard.state.rows * index.info.row_bytes
+    content = bytearray(path.read_bytes())
+    shape = (shard.state.rows, len(index.info.columns), index.info.hidden_size)
+    states = np.frombuffer(content, "<f4", size // 4, begin).reshape(shape)
+    change(states)
+    path.write_bytes(content)
+    journal = dataset / f"journal-{shard.writer}.jsonl"
+    lines = []
+    for record in map(decode_line, journal.read_bytes().splitlines(keepends=True)):
+        if record["t"] == "rows":
+            rows = states[record["start"] : record["start"] + record["count"]]
+            record = {**record, "xxh3": xxhash.xxh3_64_hexdigest(rows.tobytes())}  # noqa: PLW2901
+        lines.append(encode_line(record))
+    journal.write_bytes(b"".join(lines))
+
+
+def test_the_demos_dataset_comes_out_the_same_again(demo, tmp_path):
+    report = tmp_path / "report.html"
+    words = ["verify", demo / "dataset", "--against-model", demo / "model", "--prompts", 6, "--json"]
+    done = call(*words, "--report", report, "--reference", "transformers", *SGLANG_FLAGS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    account = json.loads(done.stdout)
+    print(json.dumps({name: account[name] for name in ("recapture", "reference")}, indent=2))
+    assert (account["sound"], account["errors"], account["warnings"]) == (True, 0, 0)
+    assert account["rows_checked"] == account["rows"] > 10000
+    for name in ("recapture", "reference"):
+        assert account[name]["samples"] == 6
+        assert all(0 < column["row"] < 1e-4 for column in account[name]["columns"])
+    assert report.read_text().count("<svg") == 12
+
+
+def test_faults_that_no_checksum_finds_are_found_by_a_second_capture(demo, tmp_path):
+    """One layer's states in the place of the next one's, for one sample; another sample's last row zeroed all but."""
+    dataset = Path(shutil.copytree(demo / "dataset", tmp_path / "dataset"))
+    samples = load_index(dataset).samples
+    own = [sample for sample in samples if sample.extents[-1].count > 8]
+    layer, row = own[0], own[-1]
+
+    def change(states: np.ndarray) -> None:
+        for _, start, count in layer.extents:
+            states[start : start + count, 1] = states[start : start + count, 2] * np.float32(0.9)
+        _, start, count = row.extents[-1]
+        states[start + count - 1, 3] *= np.float32(0.01)
+
+    plant(dataset, change)
+    assert call("verify", dataset).returncode == 0
+    words = ["verify", dataset, "--against-model", demo / "model", "--prompts", len(samples), "--json"]
+    done = call(*words, *SGLANG_FLAGS)
+    assert done.returncode == 4, done.stdout + done.stderr
+    found = [
+        (finding["kind"], finding["column"], finding["sample"], finding["position"])
+        for finding in json.loads(done.stdout)["findings"]
+    ]
+    columns = load_index(dataset).info.columns
+    assert ("recapture", columns[1], layer.id, None) in found
+    assert ("recapture", columns[3], row.id, row.length - 1) in found
+    assert {column for _, column, _, _ in found} == {columns[1], columns[3]}
