@@ -159,10 +159,9 @@ class Ranks:
     dp_rank: int
     pp_rank: int
 
-    @property
-    def writer(self) -> str:
-        """The name under which this process writes."""
-        return f"dp{self.dp_rank}-pp{self.pp_rank}"
+    def writer(self, replica: int) -> str:
+        """The name under which this process writes; ``replica`` tells servers of one dataset apart."""
+        return f"dp{replica + self.dp_rank}-pp{self.pp_rank}"
 
 
 def ranks() -> Ranks:

@@ -32,6 +32,8 @@ class CaptureConfig(BaseModel):
         shard_bytes: a shard is finished when it reaches this size.
         min_free_bytes: capture stops when the file system has less room than this.
         commit_interval_s: rows are made durable, and samples acknowledged, at least this often.
+        replica: added to the data-parallel rank in the writer's name; servers that capture into one dataset at the same
+            time have different ones.
         run_id: set by ``hs-capture run`` to recognise its own session.
     """
 
@@ -46,6 +48,7 @@ class CaptureConfig(BaseModel):
     shard_bytes: Annotated[int, Field(ge=2**16)] = 4 * GIB
     min_free_bytes: Annotated[int, Field(ge=0)] = 2 * GIB
     commit_interval_s: Annotated[float, Field(gt=0, le=60)] = 0.2
+    replica: Annotated[int, Field(ge=0, le=9999)] = 0
     run_id: str = ""
 
     @classmethod

@@ -50,7 +50,7 @@ def attach(model: Any, decoder: Any, config: Any) -> Capture | None:
         raise ConfigError(f"{CONFIG_KEY}.output_dir: expected an absolute path, got {capture_config.output_dir!r}")
     place = compat.ranks()
     session = SessionRecord(
-        writer=place.writer,
+        writer=place.writer(capture_config.replica),
         session_id=uuid.uuid4().hex,
         pid=os.getpid(),
         host=socket.gethostname(),

@@ -65,6 +65,15 @@ FloorOption = Annotated[
         "--min-free-gb", min=0, max=MOST_GIB, help="Capture stops when less than this is free on disk, in GiB."
     ),
 ]
+ReplicaOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        max=9999,
+        help="A number of its own for each server that captures into the same --output; with --dp-size N leave out N "
+        "numbers between.",
+    ),
+]
 DeviceOption = Annotated[Device, typer.Option(help="Where the engine runs; auto takes a GPU if one is visible.")]
 
 
@@ -79,6 +88,7 @@ class CaptureOptions:
     ring_gb: RingOption = None
     shard_gb: ShardOption = 4.0
     min_free_gb: FloorOption = 2.0
+    replica: ReplicaOption = 0
 
     def config(self, output: Path, *, cpu: bool) -> CaptureConfig:
         """The settings of a capture into ``output``.
@@ -103,6 +113,7 @@ class CaptureOptions:
                 "ring_bytes": int(ring_gb * GIB),
                 "shard_bytes": int(self.shard_gb * GIB),
                 "min_free_bytes": int(self.min_free_gb * GIB),
+                "replica": self.replica,
             }
         )
 

@@ -15,13 +15,13 @@ from sglang_hs_capture.driver.progress import make_view
 from sglang_hs_capture.driver.pump import PumpSettings
 from sglang_hs_capture.driver.run import RunSettings
 from sglang_hs_capture.driver.source import Source, count_lines, parse_template_kwargs
-from sglang_hs_capture.driver.start import Wanted, run_on_own_server, run_on_running_server, served_model
+from sglang_hs_capture.driver.start import Wanted, run_on_own_server, run_on_running_servers, served_model
 from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.errors import ConfigError
 
 TRUST_FLAG = "--trust-remote-code"
 # What only a server that this command starts can be told.
-OWN_SERVER_ONLY = ("rid_prefix", "ring_gb", "shard_gb", "min_free_gb", "device", "start_timeout")
+OWN_SERVER_ONLY = ("rid_prefix", "ring_gb", "shard_gb", "min_free_gb", "replica", "device", "start_timeout")
 
 
 @options.with_capture_options
@@ -39,7 +39,11 @@ def run(
     ] = OnBadInput.STOP,
     limit: Annotated[int | None, typer.Option(min=1, help="Look at so many samples of the input only.")] = None,
     server: Annotated[
-        str | None, typer.Option(help="URL of a running server that captures into --output; none is started.")
+        list[str] | None,
+        typer.Option(
+            help="URL of a running server that captures into --output, or a file with one on each line; may be given "
+            "several times. None is started."
+        ),
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="The key that the server of --server wants.")] = None,
     max_length: Annotated[int | None, typer.Option(min=1, help="Longer prompts are bad input.")] = None,
@@ -86,7 +90,7 @@ def run(
         template_kwargs=parse_template_kwargs(chat_template_kwargs),
         trust_remote_code=trust_remote_code,
     )
-    if server is not None:
+    if server:
         if sglang_args:
             raise ConfigError("flags after '--' are for a server that this command starts; with --server there is none")
         _refuse_given(
@@ -96,7 +100,9 @@ def run(
         if not source.tokenizer and (served := served_model(settings.output)):
             source = replace(source, tokenizer=str(served.path))
         with make_view(_total(data, limit)) as view:
-            summary = run_on_running_server(server, source, settings, view, model=model, wanted=wanted, api_key=api_key)
+            summary = run_on_running_servers(
+                _urls(server), source, settings, view, model=model, wanted=wanted, api_key=api_key
+            )
     else:
         if model is None:
             raise ConfigError("--model: expected a directory or a hub id; only --server does without")
@@ -119,6 +125,25 @@ def run(
             )
     report(summary, json_summary)
     raise typer.Exit(summary.exit_code)
+
+
+def _urls(given: list[str]) -> list[str]:
+    """The URLs given, and those in the files given.
+
+    Raises:
+        ConfigError: something is neither.
+    """
+    urls: list[str] = []
+    for word in given:
+        if "://" in word:
+            urls.append(word)
+        elif Path(word).is_file():
+            urls += [line.strip() for line in Path(word).read_text(encoding="utf-8").splitlines() if line.strip()]
+        else:
+            raise ConfigError(f"--server {word}: expected a URL such as http://127.0.0.1:30000, or a file of URLs")
+    if not urls or any("://" not in url for url in urls):
+        raise ConfigError(f"--server: expected URLs such as http://127.0.0.1:30000, got {urls}")
+    return urls
 
 
 def _refuse_given(ctx: typer.Context, names: tuple[str, ...], why: str) -> None:

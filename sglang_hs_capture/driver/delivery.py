@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sglang_hs_capture.driver.client import RefusedError, RetryableError, ServerClient
 from sglang_hs_capture.driver.feed import Job
+from sglang_hs_capture.driver.pool import ServerPool
 from sglang_hs_capture.errors import EngineError
 from sglang_hs_capture.store.requests import RequestRecord
 from sglang_hs_capture.store.schema import FailureRecord, SampleRecord, make_rid, parse_rid
@@ -50,9 +51,9 @@ class _Pending:
 
 
 class Delivery:
-    """Sends samples to one server, each as often as it needs, and matches the journal's records with them."""
+    """Sends samples to servers, each as often as it needs, and matches the journals' records with them."""
 
-    def __init__(self, client: ServerClient, rid_prefix: str, settings: DeliverySettings) -> None:
+    def __init__(self, client: ServerClient | ServerPool, rid_prefix: str, settings: DeliverySettings) -> None:
         self._client = client
         self._rid_prefix = rid_prefix
         self._settings = settings

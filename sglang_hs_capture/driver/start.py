@@ -13,7 +13,7 @@ from sglang_hs_capture.driver.run import RunSettings, run_capture
 from sglang_hs_capture.driver.server import free_port
 from sglang_hs_capture.driver.source import Source
 from sglang_hs_capture.driver.summary import Summary
-from sglang_hs_capture.driver.target import OwnServer, RunningServer
+from sglang_hs_capture.driver.target import OwnServer, RunningServers
 from sglang_hs_capture.errors import ConfigError
 from sglang_hs_capture.layers import Final, make_columns, parse_layers, resolve_boundaries
 from sglang_hs_capture.model_config import ModelConfig, resolve_model_config
@@ -93,8 +93,8 @@ def run_on_own_server(
     return run_capture(target, samples, settings, view)
 
 
-def run_on_running_server(
-    url: str,
+def run_on_running_servers(
+    urls: Sequence[str],
     source: Source,
     settings: RunSettings,
     view: ProgressView,
@@ -103,10 +103,11 @@ def run_on_running_server(
     wanted: Wanted,
     api_key: str | None = None,
 ) -> Summary:
-    """Capture on a server that somebody else started.
+    """Capture on servers that somebody else started.
 
     Args:
-        model: the model the server should serve; None to take its word.
+        urls: the servers', all of which capture into the output.
+        model: the model they should serve; None to take their word.
 
     Raises:
         HsCaptureError: nothing was begun.
@@ -122,7 +123,7 @@ def run_on_running_server(
     def expected(there: DatasetInfo) -> list[str]:
         return wanted.differences(there, config)
 
-    target = RunningServer(url, settings.output, expected, api_key, CONNECT_GRACE_S)
+    target = RunningServers(urls, settings.output, expected, api_key, CONNECT_GRACE_S)
     return run_capture(target, samples, settings, view)
 
 

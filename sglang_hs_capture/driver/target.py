@@ -1,14 +1,16 @@
 """Where prompts go: a server started for this run, or one that is running already."""
 
+import asyncio
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sglang_hs_capture.config import CONFIG_KEY
 from sglang_hs_capture.driver.client import ServerClient
 from sglang_hs_capture.driver.launch import LaunchPlan
+from sglang_hs_capture.driver.pool import ServerPool
 from sglang_hs_capture.driver.preflight import check_plugin
 from sglang_hs_capture.driver.server import ManagedServer
 from sglang_hs_capture.errors import DatasetMismatchError, EngineError
@@ -16,7 +18,7 @@ from sglang_hs_capture.model_config import ModelConfig
 from sglang_hs_capture.store.identity import DATASET_FILE, read_info
 from sglang_hs_capture.store.recovery import recover_dataset
 from sglang_hs_capture.store.schema import DatasetInfo
-from sglang_hs_capture.store.session import SessionRecord, is_running, missing_columns, read_sessions
+from sglang_hs_capture.store.session import SessionRecord, is_running, missing_columns, read_sessions, replica_of
 
 Say = Callable[[str], None]
 
@@ -24,7 +26,7 @@ Say = Callable[[str], None]
 class Target(ABC):
     """A server that captures into the dataset."""
 
-    client: ServerClient
+    client: ServerClient | ServerPool
 
     @abstractmethod
     async def open(self, say: Say) -> list[SessionRecord]:
@@ -100,12 +102,12 @@ class OwnServer(Target):
         self._server.kill()
 
 
-class RunningServer(Target):
-    """A server that somebody else started and will stop."""
+class RunningServers(Target):
+    """One server or several that somebody else started and will stop."""
 
     def __init__(
         self,
-        url: str,
+        urls: Sequence[str],
         directory: Path,
         expected: Callable[[DatasetInfo], list[str]],
         api_key: str | None,
@@ -114,13 +116,13 @@ class RunningServer(Target):
         """Connect to nothing yet.
 
         Args:
-            url: the server's.
-            directory: the dataset it captures into.
+            urls: the servers'.
+            directory: the dataset they capture into.
             expected: names the settings that the user asked for and the dataset does not have.
             api_key: for servers that want one.
-            grace_s: how long the server may take to answer.
+            grace_s: how long a server may take to answer.
         """
-        self._url = url
+        self._urls = list(dict.fromkeys(url.rstrip("/") for url in urls))
         self._directory = directory
         self._expected = expected
         self._api_key = api_key
@@ -128,41 +130,57 @@ class RunningServer(Target):
         self._opened = False
 
     async def open(self, say: Say) -> list[SessionRecord]:
-        self.client = ServerClient(self._url, api_key=self._api_key)
+        clients = [ServerClient(url, api_key=self._api_key) for url in self._urls]
+        self.client = clients[0] if len(clients) == 1 else ServerPool(clients)
         self._opened = True
-        if not await self.client.wait_healthy(self._grace_s):
-            raise EngineError(
-                f"{self._url}: no healthy SGLang server answered within {self._grace_s:g} s; check the URL, and that "
-                "the server is up"
-            )
-        await self._check_output_dir()
+        for client, up in zip(
+            clients, await asyncio.gather(*(client.wait_healthy(self._grace_s) for client in clients)), strict=True
+        ):
+            if not up:
+                raise EngineError(
+                    f"{client.url}: no healthy SGLang server answered within {self._grace_s:g} s; check the URL, and "
+                    "that the server is up"
+                )
+            await self._check_output_dir(client)
+        where = self.client.url
         sessions = [record for record in read_sessions(self._directory) if record.state in ("ready", "stopped")]
         sessions = [record for record in sessions if is_running(record) is not False]
         if not sessions:
             raise EngineError(
-                f"{self._url} answers, but no server captures into {self._directory}: start it with `hs-capture serve "
+                f"{where} answers, but no server captures into {self._directory}: start it with `hs-capture serve "
                 f"--output {self._directory}`, and see its log for a warning about sglang_hs_capture"
             )
-        if missing := missing_columns(sessions):
-            raise EngineError(
-                f"{self._url} answers, but none of its processes captures {', '.join(missing)} into {self._directory}: "
-                "expected one of each pipeline stage that has such layers; see the server's log"
-            )
+        self._check_replicas(sessions)
         if differences := self._expected(read_info(self._directory)):
             raise DatasetMismatchError(
-                f"the server at {self._url} captures differently: {'; '.join(differences)}; leave these options out, "
+                f"the server at {where} captures differently: {'; '.join(differences)}; leave these options out, "
                 "or start the server with them"
             )
-        say(f"The server at {self._url} captures {', '.join(sessions[0].model['columns'])} into {self._directory}.")
+        say(f"The server at {where} captures {', '.join(sessions[0].model['columns'])} into {self._directory}.")
         return sessions
 
-    async def _check_output_dir(self) -> None:
+    def _check_replicas(self, sessions: list[SessionRecord]) -> None:
+        """See that each server has a writer for every column, under a name of its own."""
+        replicas = sorted({replica_of(record) for record in sessions})
+        for replica in replicas:
+            if missing := missing_columns(record for record in sessions if replica_of(record) == replica):
+                raise EngineError(
+                    f"{self.client.url}: no process of {replica} captures {', '.join(missing)} into "
+                    f"{self._directory}: expected one of each pipeline stage that has such layers; see the server's log"
+                )
+        if len(replicas) < len(self._urls):
+            raise EngineError(
+                f"expected {len(self._urls)} servers that capture into {self._directory}, found "
+                f"{', '.join(replicas)}; start each with a --replica of its own"
+            )
+
+    async def _check_output_dir(self, client: ServerClient) -> None:
         """Compare the output directories where the server tells its own."""
-        info = await self.client.server_info()
+        info = await client.server_info()
         there = output_dir_of(info)
         if there and Path(there).resolve() != self._directory.resolve():
             raise EngineError(
-                f"the server at {self._url} captures into {there}, not into --output {self._directory}; give the "
+                f"the server at {client.url} captures into {there}, not into --output {self._directory}; give the "
                 "server's own directory"
             )
 

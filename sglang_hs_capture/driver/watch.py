@@ -7,7 +7,7 @@ from sglang_hs_capture.store.identity import read_info
 from sglang_hs_capture.store.journal import JournalTail
 from sglang_hs_capture.store.replay import journal_path, journal_writers
 from sglang_hs_capture.store.schema import FailureRecord, SampleRecord, ShardRecord
-from sglang_hs_capture.store.session import Counters, SessionRecord, read_sessions
+from sglang_hs_capture.store.session import Counters, SessionRecord, read_sessions, replica_of
 
 _SHARED = ("rows", "samples", "failed", "incomplete")
 
@@ -98,7 +98,7 @@ class SessionWatch:
         shared: dict[tuple[str, str], float] = {}
         for record in self._latest.values():
             base = self._base.get(record.session_id, Counters())
-            replica = record.writer.split("-", maxsplit=1)[0]
+            replica = replica_of(record)
             for name, value in vars(record.counters).items():
                 gain = value if name == "ring_bytes" else value - getattr(base, name)
                 if name in _SHARED:

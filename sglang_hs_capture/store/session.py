@@ -144,6 +144,11 @@ def missing_columns(sessions: Iterable[SessionRecord]) -> list[str]:
     return [name for name in wanted if name not in there]
 
 
+def replica_of(record: SessionRecord) -> str:
+    """The server, or the data-parallel replica of one, that a writer belongs to: ``dp0`` of ``dp0-pp1``."""
+    return record.writer.split("-", maxsplit=1)[0]
+
+
 def read_sessions(directory: Path) -> list[SessionRecord]:
     """The latest session of each writer, ordered by writer."""
     records = (read_session(path) for path in sorted(directory.glob("session-*.json")))

@@ -79,9 +79,11 @@ def free_port() -> int:
 
 
 @contextmanager
-def running_server(model: Path, log: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[Server]:
+def running_server(
+    model: Path, log: Path, *flags: str, env: dict[str, str] | None = None, port: int | None = None
+) -> Iterator[Server]:
     """Start ``sglang.launch_server`` on the CPU platform, wait until it answers, and end its process group on exit."""
-    port = free_port()
+    port = port or free_port()
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), *flags]
     platform = {"SGLANG_PLATFORM": "hs_capture_cpu", "CUDA_VISIBLE_DEVICES": ""}

@@ -51,13 +51,18 @@ class FakeServer:
     request comes).
     """
 
-    def __init__(self, directory: Path, behave: Callable[[int, str], str] = lambda number, rid: "ok") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        behave: Callable[[int, str], str] = lambda number, rid: "ok",
+        writer: str = "dp0-pp0",
+    ) -> None:
         self.directory = directory
         self.behave = behave
         self.requests: list[str] = []
         self.url = ""
         self.record = SessionRecord(
-            writer="dp0-pp0",
+            writer=writer,
             session_id="5e55" * 8,
             pid=os.getpid(),
             host=socket.gethostname(),
@@ -71,7 +76,12 @@ class FakeServer:
 
     async def __aenter__(self) -> Self:
         self.store = StoreWriter.open(
-            self.directory, "dp0-pp0", INFO, session_id=self.record.session_id, shard_bytes=2**20, min_free_bytes=0
+            self.directory,
+            self.record.writer,
+            INFO,
+            session_id=self.record.session_id,
+            shard_bytes=2**20,
+            min_free_bytes=0,
         )
         write_session(self.directory, self.record)
         app = web.Application()

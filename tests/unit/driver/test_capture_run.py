@@ -20,7 +20,7 @@ from sglang_hs_capture.driver.intake import OnBadInput
 from sglang_hs_capture.driver.pump import PumpSettings
 from sglang_hs_capture.driver.run import CaptureRun, RunSettings
 from sglang_hs_capture.driver.summary import Summary
-from sglang_hs_capture.driver.target import RunningServer
+from sglang_hs_capture.driver.target import RunningServers
 from sglang_hs_capture.driver.watch import SessionWatch
 from sglang_hs_capture.errors import (
     DatasetLockedError,
@@ -46,8 +46,8 @@ def _quick(monkeypatch):
     monkeypatch.setattr(pump, "SESSION_INTERVAL_S", 0.02)
 
 
-def target_for(server: FakeServer, directory: Path) -> RunningServer:
-    return RunningServer(server.url, directory, expected=lambda info: [], api_key=None, grace_s=2.0)
+def target_for(server: FakeServer, directory: Path) -> RunningServers:
+    return RunningServers([server.url], directory, expected=lambda info: [], api_key=None, grace_s=2.0)
 
 
 def run(
@@ -224,7 +224,7 @@ def test_a_bad_line_is_skipped_and_counted(tmp_path):
 
 
 def test_a_bad_first_line_is_told_before_any_server_is_asked(tmp_path):
-    class Unreachable(RunningServer):
+    class Unreachable(RunningServers):
         async def open(self, say: Any) -> Any:
             raise AssertionError("the server was asked")
 
@@ -234,7 +234,7 @@ def test_a_bad_first_line_is_told_before_any_server_is_asked(tmp_path):
     assert summary.exit_code == 5
 
 
-async def run_with(target: RunningServer, lines: list[Any], directory: Path) -> Summary:
+async def run_with(target: RunningServers, lines: list[Any], directory: Path) -> Summary:
     return await CaptureRun(target, lines, RunSettings(directory), Lines()).run()
 
 
@@ -454,9 +454,9 @@ import asyncio, sys
 from pathlib import Path
 from fake_server import FakeServer, Lines, make_sample
 from sglang_hs_capture.driver.run import CaptureRun, RunSettings
-from sglang_hs_capture.driver.target import RunningServer
+from sglang_hs_capture.driver.target import RunningServers
 
-class Target(RunningServer):
+class Target(RunningServers):
     def kill(self):
         (directory / "killed").touch()
 
@@ -464,7 +464,7 @@ directory = Path(sys.argv[1])
 
 async def main():
     async with FakeServer(directory, lambda number, rid: "silent") as server:
-        target = Target(server.url, directory, expected=lambda info: [], api_key=None, grace_s=2.0)
+        target = Target([server.url], directory, expected=lambda info: [], api_key=None, grace_s=2.0)
         view = Lines()
         view.say = lambda text: print(text, flush=True)
         view.update = lambda snapshot: print("in flight", flush=True) if snapshot.in_flight else None
