@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -61,11 +62,10 @@ class ShardFile:
         self.rows = max(0, min(rows, (self.size - layout.record.data_offset) // layout.row_bytes))
         if self.finished:
             self._file_rows = self._rows_of_file()
-            self._token_base = layout.record.data_offset + layout.tensors(self._file_rows)["input_ids"].begin
-            # The three arrays lie behind each other; where the file is cut, the last of them is.
+            # The arrays lie behind each other; where the file is cut, the last of them is.
             self.token_rows = rows if self.size >= layout.file_size(self._file_rows) else 0
         else:
-            self.token_rows = min(rows, os.fstat(self._fds[1]).st_size // TOKEN_DTYPE.itemsize)
+            self.token_rows = min(rows, os.fstat(self._fds[1]).st_size // layout.token_dtype.itemsize)
 
     def _rows_of_file(self) -> int:
         """The rows that a finished shard was made for: the journal's, or its own header's where that fits its size."""
@@ -100,15 +100,34 @@ class ShardFile:
             OSError: the disk refuses.
             EOFError: the file has become shorter.
         """
-        records = np.empty(count, TOKEN_DTYPE)
         if not self.finished:
-            fs.pread_all(self._fds[1], records.view(np.uint8).data, start * TOKEN_DTYPE.itemsize)
-        for number, field in enumerate(TOKEN_TENSORS.values() if self.finished else ()):
-            values = np.empty(count, TOKEN_DTYPE[field])
-            offset = self._token_base + 8 * (number * self._file_rows + start)
-            fs.pread_all(self._fds[0], values.view(np.uint8).data, offset)
-            records[field] = values
-        return tuple(np.ascontiguousarray(records[field]) for field in TOKEN_TENSORS.values())  # type: ignore[return-value]
+            records = self._read_records(start, count)
+            return tuple(np.ascontiguousarray(records[field]) for field in TOKEN_TENSORS.values())  # type: ignore[return-value]
+        return tuple(self._read_tensor(name, TOKEN_DTYPE[field], start, count) for name, field in TOKEN_TENSORS.items())  # type: ignore[return-value]
+
+    def read_scales(self, start: int, count: int) -> NDArray[np.float32]:
+        """The scales of rows whose states have scales: float32 [count, C].
+
+        Raises:
+            OSError: the disk refuses.
+            EOFError: the file has become shorter.
+        """
+        if not self.finished:
+            return np.ascontiguousarray(self._read_records(start, count)["scales"])
+        dtype = np.dtype(("<f4", (len(self.layout.record.columns),)))
+        return self._read_tensor("scales", dtype, start, count)
+
+    def _read_records(self, start: int, count: int) -> NDArray[np.void]:
+        records = np.empty(count, self.layout.token_dtype)
+        fs.pread_all(self._fds[1], records.view(np.uint8).data, start * records.itemsize)
+        return records
+
+    def _read_tensor(self, name: str, dtype: "np.dtype[Any]", start: int, count: int) -> NDArray[Any]:
+        """Rows of a tensor of the finished shard."""
+        values = np.empty(count, dtype)
+        begin = self.layout.record.data_offset + self.layout.tensors(self._file_rows)[name].begin
+        fs.pread_all(self._fds[0], values.view(np.uint8).reshape(-1).data, begin + start * dtype.itemsize)
+        return values
 
     def head(self, length: int) -> bytes:
         """The first bytes of the file, fewer where it ends."""
@@ -306,7 +325,7 @@ class StateCheck:
         self._findings.add(Finding("checksum", text, self._file.name, sample), affected)
 
     def _look(self, row: int, block: NDArray[np.uint8]) -> None:
-        numbers = row_numbers(block, len(self._columns), self._layout.info.dtype)
+        numbers = row_numbers(block, len(self._columns), self._layout.info.dtype, self._scales(row, len(block)))
         positions = self._positions(row, len(block))
         self._statistics.add(self._columns, numbers, positions, self._writer, self._shard, row)
         self._faulty_rows(numbers, positions, row)
@@ -315,6 +334,15 @@ class StateCheck:
                 Place(self._writer, self._shard, row + int(r), int(positions[r])) for r in rows[:EXTREMES_KEPT].tolist()
             ]
             self._statistics.add_equal(pair, places, len(rows))
+
+    def _scales(self, row: int, count: int) -> NDArray[np.float32] | None:
+        """float32 [count, C]; None where states have none, or they cannot be read."""
+        if not self._layout.info.scaled or row + count > self._file.token_rows:
+            return None
+        try:
+            return self._file.read_scales(row, count)
+        except (OSError, EOFError):  # told by the check of the tokens
+            return None
 
     def _positions(self, row: int, count: int) -> NDArray[np.int64]:
         """int64 [count]; of rows whose tokens cannot be read, -1."""

@@ -52,15 +52,20 @@ class RowNumbers:
     constant: NDArray[np.bool_]
 
 
-def row_numbers(data: NDArray[np.uint8], columns: int, dtype: str) -> RowNumbers:
+def row_numbers(
+    data: NDArray[np.uint8], columns: int, dtype: str, scales: NDArray[np.float32] | None = None
+) -> RowNumbers:
     """Look at every element of some rows once.
 
     Args:
         data: uint8 [n, C * H * element size], contiguous.
         columns: C.
         dtype: of the elements.
+        scales: float32 [n, C], by which the elements are to be multiplied, if they have scales.
     """
     values = to_float32(data.reshape(-1), dtype).reshape(len(data), columns, -1)
+    if scales is not None:
+        values *= scales[:, :, None]
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         high, low = values.max(axis=-1), values.min(axis=-1)
         squares = np.einsum("rch,rch->rc", values, values)

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import xxhash
 from numpy.typing import NDArray
 
+from sglang_hs_capture.float8 import scales_from_absmax
 from sglang_hs_capture.store.hashing import prefix_hashes
 from sglang_hs_capture.store.identity import FINAL_NORM_FILE
 from sglang_hs_capture.store.journal import decode_line, encode_line
@@ -56,11 +58,20 @@ def states_of(tokens: NDArray[np.int64]) -> NDArray[np.float32]:
 
 def to_bytes(states: NDArray[np.float32], dtype: str) -> NDArray[np.uint8]:
     """uint8 [S, bytes of a row]; bfloat16 by cutting off, which is exact enough for what is made up."""
-    if dtype == "bfloat16":
-        stored: NDArray[Any] = (np.ascontiguousarray(states).view(np.uint32) >> 16).astype("<u2")
+    if dtype == "float8_e4m3":
+        scaled = torch.from_numpy(states / scales_of(states)[:, :, None])
+        stored: NDArray[Any] = scaled.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    elif dtype == "bfloat16":
+        stored = (np.ascontiguousarray(states).view(np.uint32) >> 16).astype("<u2")
     else:
         stored = states.astype("<f2" if dtype == "float16" else "<f4")
     return stored.reshape(len(states), -1).view(np.uint8)
+
+
+def scales_of(states: NDArray[np.float32]) -> NDArray[np.float32]:
+    """float32 [S, C]; 1 for a row that has none of its own."""
+    absmax = np.abs(states).max(axis=-1)
+    return scales_from_absmax(np.where(np.isfinite(absmax) & (absmax > 0), absmax, np.float32(448)))
 
 
 def make(
@@ -119,7 +130,8 @@ def put_sample(
     ledger.append(RequestRecord(id, sample_key(id), length, end, mask, f"data.jsonl:{len(ledger.requests) + 1}"))
     states = states_of(tokens)
     change(id, states)
-    extents = store.append(to_bytes(states, dtype), tokens, np.arange(length), hashes)
+    scales = scales_of(states) if store.info.scaled else None
+    extents = store.append(to_bytes(states, dtype), tokens, np.arange(length), hashes, scales=scales)
     store.add_sample(make_rid("hs-", sample_key(id), 0, end), length, extents, end)
     store.commit()
 

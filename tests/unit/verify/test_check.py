@@ -51,7 +51,7 @@ def found(result: CheckResult, kind: str) -> list[Finding]:
     return [finding for finding in result.findings.listed() if finding.kind == kind]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3"])
 @pytest.mark.parametrize("close", [True, False])
 def test_a_sound_dataset_passes(tmp_path, dtype, close):
     made.make(tmp_path, dtype, close=close)
@@ -66,13 +66,16 @@ def test_a_sound_dataset_passes(tmp_path, dtype, close):
     assert len(partial) == (0 if close else 1)
 
 
-def test_the_norms_reported_are_those_of_the_states(tmp_path):
-    made.make(tmp_path, "float32")
+@pytest.mark.parametrize(
+    ("dtype", "close", "rel"), [("float32", True, 1e-5)] + [("float8_e4m3", close, 0.03) for close in (True, False)]
+)
+def test_the_norms_reported_are_those_of_the_states(tmp_path, dtype, close, rel):
+    made.make(tmp_path, dtype, close=close)
     result = check(tmp_path, threads=2)
     states = np.concatenate([made.states_of(made.tokens_of(n, length)) for n, length in enumerate(LENGTHS)])
     norms = np.linalg.norm(states, axis=-1)
-    assert result.statistics.low == pytest.approx(norms.min(axis=0), rel=1e-5)
-    assert result.statistics.high == pytest.approx(norms.max(axis=0), rel=1e-5)
+    assert result.statistics.low == pytest.approx(norms.min(axis=0), rel=rel)
+    assert result.statistics.high == pytest.approx(norms.max(axis=0), rel=rel)
     for column in range(3):
         (median,) = result.statistics.quantiles(column, [0.5])
         assert median == pytest.approx(np.median(norms[:, column]), rel=0.1)  # the width of a bin

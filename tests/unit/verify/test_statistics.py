@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 
 from sglang_hs_capture.verify import statistics as module
 from sglang_hs_capture.verify.elements import to_float32
@@ -37,6 +38,9 @@ def test_elements_are_exact():
     half = np.array([1.5, -65504.0, 6e-8], np.float16)
     assert to_float32(half.view(np.uint8), "float16").tolist() == half.astype(np.float32).tolist()
     assert to_float32(values.view(np.uint8), "float32").tolist() == values.tolist()
+    codes = torch.arange(256, dtype=torch.uint8)
+    theirs = codes.view(torch.float8_e4m3fn).float().numpy()
+    assert np.array_equal(to_float32(codes.numpy(), "float8_e4m3"), theirs, equal_nan=True)
     with pytest.raises(ValueError, match="got 'float8_e4m3fn'"):
         to_float32(values.view(np.uint8), "float8_e4m3fn")
 
