@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -80,6 +81,41 @@ def test_a_batch_larger_than_the_ring_is_stored_whole(tmp_path):
     model.forward(("hs-1", prompt, 0, len(prompt)))
     model.close()
     assert torch.equal(samples(tmp_path)["hs-1"], ToyModel.states(prompt))
+
+
+def test_metadata_larger_than_the_ring_arrives_whole(tmp_path):
+    model = ToyModel(tmp_path)
+    model.table = torch.zeros(64, 6002, dtype=torch.int32)
+    prompts = {f"hs-{n}": [n + 1 + k % 5 for k in range(6001)] for n in range(30)}
+    assert 8 * 6000 * len(prompts) > 2**20
+    model.forward(*((rid, prompt, 0, 6000) for rid, prompt in prompts.items()))
+    model.forward(*((rid, prompt, 6000, 6001) for rid, prompt in prompts.items()))
+    model.close()
+    stored = samples(tmp_path)
+    assert set(stored) == set(prompts)
+    assert all(torch.equal(stored[rid], ToyModel.states(prompt)) for rid, prompt in prompts.items())
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGCONT])
+def test_a_forward_that_waits_for_a_stopped_writing_process_goes_on_when_that_is_killed_or_continued(tmp_path, signum):
+    model = ToyModel(tmp_path)
+    model.forward(("hs-first", [1], 0, 1))
+    wait_for(lambda: any(r["t"] == "sample" for r in journal(tmp_path)))
+    os.kill(model.capture._writer.pid, signal.SIGSTOP)
+    prompts = {f"hs-{n}": list(range(400)) for n in range(40)}
+    thread = threading.Thread(target=lambda: [model.forward((rid, prompts[rid], 0, 400)) for rid in prompts])
+    thread.start()
+    wait_for(lambda: model.capture._memory.blocked_s > 0.2)
+    assert thread.is_alive()
+    os.kill(model.capture._writer.pid, signum)
+    thread.join(20)
+    assert not thread.is_alive()
+    model.close()
+    if signum == signal.SIGKILL:
+        assert session(tmp_path).state == "stopped"
+        model = ToyModel(tmp_path)
+        model.close()
+    assert set(samples(tmp_path)) == {"hs-first"} | (set(prompts) if signum == signal.SIGCONT else set())
 
 
 @pytest.mark.parametrize("rid", ["hs-\ud800", "hs-\n\0'\"\\../..", "hs-" + "é" * 500_000])
