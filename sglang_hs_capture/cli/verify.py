@@ -200,7 +200,8 @@ def lines(result: CheckResult, comparisons: "dict[str, Comparison] | None" = Non
         shown += [f"  {finding}" for finding in mine[:SHOWN_PER_KIND]]
         if count > SHOWN_PER_KIND:
             shown.append(f"  and {count - SHOWN_PER_KIND:,} more{'; --json lists them' if count <= len(mine) else ''}")
-    verdict = "Sound: nothing is wrong" if result.sound else "NOT SOUND"
+    warned = "with warnings to look at" if findings.warnings else "nothing is wrong"
+    verdict = f"Sound: {warned}" if result.sound else "NOT SOUND"
     partly = "" if result.rows_checked == result.rows else ", as far as it was looked at"
     shown.append(f"{verdict}{partly} ({_verdict(findings)}).")
     return shown

@@ -314,11 +314,11 @@ class _Check:
                 self._findings.add(Finding("unreadable", text, f"{SHARD_FOLDER}/{job.writer}-{job.shard:06d}"))
                 return
             statistics = Statistics(self._info.columns)
-            StateCheck(file, job.records, owners, self._findings, statistics).run(self._view.advance)
+            rows = StateCheck(file, job.records, owners, self._findings, statistics).run(self._view.advance)
             with self._lock:
                 self._result.statistics.merge(statistics)
-                self._result.rows_checked += sum(record.count for record in job.records)
-                self._result.bytes_checked += job.bytes
+                self._result.rows_checked += rows
+                self._result.bytes_checked += rows * file.layout.row_bytes
 
         for done in as_completed([pool.submit(check, job) for job in jobs]):
             done.result()
@@ -339,12 +339,15 @@ class _Check:
 
     def _stray_files(self) -> None:
         """Shards that no journal names. Unfinished ones without durable rows are what a crash leaves."""
-        for path in self._finished_files():
+        if self._result.live:
+            return
+        writers = set(journal_writers(self._directory))
+        for path in sorted((self._directory / SHARD_FOLDER).glob("*")):
             writer, _, number = path.stem.rpartition("-")
+            finished = path.suffix == ".safetensors"
             known = number.isdigit() and (writer, int(number)) in self._states
-            if not known and not self._result.live:
-                size = path.stat().st_size
-                text = f"a shard of {size} bytes without a row in a journal"
+            if (finished and not known) or (path.suffix == ".partial" and writer not in writers):
+                text = f"a shard of {path.stat().st_size} bytes, of whose rows there is nothing in a journal"
                 self._findings.add(Finding("stray-file", text, f"{SHARD_FOLDER}/{path.name}"))
 
     def _judge_columns(self, owners: Owners) -> None:

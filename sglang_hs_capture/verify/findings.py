@@ -42,6 +42,9 @@ KINDS = {
     "shard-missing": Kind(Severity.ERROR, RESTORE),
     "shard-size": Kind(Severity.ERROR, RESTORE),
     "shard-header": Kind(Severity.ERROR, RESTORE),
+    "stray-file": Kind(
+        Severity.ERROR, "restore the journal from a copy; where the file is none of this dataset, remove it"
+    ),
     "unreadable": Kind(Severity.ERROR, "see that the disk works, then " + RESTORE),
     "checksum": Kind(Severity.ERROR, RESTORE),
     "tokens": Kind(Severity.ERROR, RESTORE),
@@ -56,7 +59,6 @@ KINDS = {
     "final-norm-missing": Kind(Severity.WARNING, "the next capture into the dataset writes it"),
     "torn-line": Kind(Severity.WARNING, "none where a capture runs or was killed; the next capture cuts it off"),
     "session-file": Kind(Severity.WARNING, "it can be removed while nothing captures"),
-    "stray-file": Kind(Severity.WARNING, "no journal names it: remove it, or restore the journal"),
     "missing": Kind(Severity.WARNING, _RUN_AGAIN),
     "dropped": Kind(Severity.WARNING, "run the same capture again, which tries it again"),
     "incomplete": Kind(Severity.WARNING, _RUN_AGAIN),

@@ -280,8 +280,12 @@ class StateCheck:
         self._writer, self._shard = self._layout.writer, self._layout.record.shard
         self._columns = self._layout.record.columns
 
-    def run(self, tick: Callable[[int], None]) -> None:
-        """Look at every row; ``tick`` is called with the number of bytes looked at since the last time."""
+    def run(self, tick: Callable[[int], None]) -> int:
+        """Look at every row; ``tick`` is called with the number of bytes looked at since the last time.
+
+        Returns:
+            The number of rows looked at; fewer than there are where the disk refuses.
+        """
         row_bytes = self._layout.row_bytes
         per_block = max(1, BLOCK_BYTES // row_bytes)
         buffer = np.empty(per_block * row_bytes, np.uint8)
@@ -298,7 +302,7 @@ class StateCheck:
                 text = f"from row {row} on: {error}"
                 affected = self._owners.of(self._writer, self._shard, row, end)
                 self._findings.add(Finding("unreadable", text, self._file.name), affected)
-                return
+                return row - begin
             done = row
             while done < row + count:
                 upto = min(row + count, record.start + record.count)
@@ -310,6 +314,7 @@ class StateCheck:
                     record = next(records, record)
             self._look(row, block.reshape(count, row_bytes))
             tick(count * row_bytes)
+        return end - begin
 
     def _compare(self, record: RowsRecord, found: int) -> None:
         if found == record.xxh3:

@@ -453,6 +453,33 @@ def test_a_session_that_runs_may_be_ahead_of_its_journal(tmp_path):
     assert kinds(result) == {"torn-line"}
 
 
+def test_a_lost_journal_is_an_error(dataset):
+    (dataset / JOURNAL).unlink()
+    result = check(dataset)
+    assert kinds(result) == {"stray-file", "missing"}
+    assert len(found(result, "stray-file")) == 4
+    assert result.findings.errors == 4
+
+
+def test_a_lost_journal_of_a_shard_that_is_not_finished(tmp_path):
+    made.make(tmp_path, close=False)
+    (tmp_path / JOURNAL).unlink()
+    files = [finding.file for finding in found(check(tmp_path), "stray-file")]
+    assert "shards/dp0-pp0-000003.partial" in files
+
+
+def test_a_journal_that_ends_too_early_is_found(dataset):
+    """Cut behind a whole line, which no checksum of a line can find: rows or samples are missing."""
+    lines = (dataset / JOURNAL).read_bytes().splitlines(keepends=True)
+    for end in range(len(lines)):
+        (dataset / JOURNAL).write_bytes(b"".join(lines[:end]))
+        result = check(dataset, threads=1)
+        if any(b'"t":"rows"' in line for line in lines[end:]):
+            assert kinds(result) & {"shard-size", "stray-file"}
+        if any(b'"t":"sample"' in line for line in lines[end:]):
+            assert "missing" in kinds(result)
+
+
 def test_dropped_samples_are_listed(dataset):
     with RequestLedger.open(dataset) as ledger:
         ledger.append(RequestRecord("late", sample_key("late"), 2, 1, tuple(rle_encode([0, 1])), "data.jsonl:7"))
@@ -489,6 +516,7 @@ def test_a_disk_that_refuses_is_a_finding(dataset, monkeypatch):
     monkeypatch.setattr(check_module.ShardFile, "read_states", refuse)
     result = check(dataset)
     assert kinds(result) == {"unreadable"}
+    assert result.rows_checked < result.rows
     assert "Input/output error" in found(result, "unreadable")[0].what
     assert "s3" in result.findings.samples
 
