@@ -5,6 +5,7 @@ import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ TOKEN_TENSORS = {"input_ids": "input_id", "positions": "position", "prefix_hash"
 _CHUNK_ROWS = 1 << 16
 
 
+@lru_cache
 def token_dtype(scales: int) -> np.dtype[np.void]:
     """A record of a token file: ``TOKEN_DTYPE``, and behind it the row's scales where there are any."""
     return np.dtype([*TOKEN_DTYPE.descr, ("scales", "<f4", (scales,))]) if scales else TOKEN_DTYPE
