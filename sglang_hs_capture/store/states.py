@@ -21,8 +21,8 @@ class StateFile:
     """A file that grows at its end. Failures come as ``OSError``.
 
     It is written in one way from its first byte to its last, so that no cached page ever hides a block that was written
-    past the cache. Only a file system that refuses a direct write turns it to the other way, at a whole page, behind
-    what was written.
+    past the cache. Only a file system that refuses a direct write, or takes less than a page of it, turns it to the
+    other way, at a whole page, behind what was written.
 
     Attributes:
         end: where the next byte goes; all before it is written.
@@ -63,7 +63,9 @@ class StateFile:
                 # What follows must begin at a whole page again.
                 written -= written % PAGE
                 if not written:
-                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                    # What is in the way, such as the end of the room, is told when the rest is written the other way.
+                    self._leave_direct()
+                    continue
             self.end += written
             _drop(left, written)
         if not self.direct and self.end - self._written_back >= _WRITE_BACK_BYTES:

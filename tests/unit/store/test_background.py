@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -500,3 +501,27 @@ def test_a_direct_write_that_was_cut_goes_on_at_a_whole_page(tmp_path: Path) -> 
         file.close()
     assert file.end == 5 * 4096
     assert (tmp_path / "file").read_bytes()[4096:] == memory[: 4 * 4096]
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_direct_write_of_less_than_a_page_leaves_the_reason_to_a_write_through_the_cache(
+    tmp_path: Path, full: bool
+) -> None:
+    class HalfPages(FaultyOS):
+        def pwritev(self, fd: int, views: list[memoryview], offset: int) -> int:
+            if is_direct(fd):
+                return min(os.pwritev(fd, views, offset), 4096 + 512 if offset == 4096 else 512)
+            if full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return os.pwritev(fd, views, offset)
+
+    memory, _ = page_rows(3)
+    with disk(HalfPages()):
+        file = StateFile(tmp_path / "file", 4096, direct=True)
+        if not file.direct:
+            pytest.skip("the file system of temporary files has no direct writes")
+        with pytest.raises(OSError, match="No space left") if full else nullcontext():
+            file.append([memoryview(memory)[: 3 * 4096]])
+        file.close()
+    assert file.end == (2 if full else 4) * 4096
+    assert (tmp_path / "file").read_bytes()[4096 : file.end] == memory[: file.end - 4096]
