@@ -292,7 +292,7 @@ class StateCheck:
         records = iter(self._records)
         record = next(records)
         begin, end = record.start, self._records[-1].start + self._records[-1].count
-        digest = xxhash.xxh3_64()
+        digest, scales_digest = xxhash.xxh3_64(), xxhash.xxh3_64()
         for row in range(begin, end, per_block):
             count = min(per_block, end - row)
             block = buffer[: count * row_bytes]
@@ -303,34 +303,40 @@ class StateCheck:
                 affected = self._owners.of(self._writer, self._shard, row, end)
                 self._findings.add(Finding("unreadable", text, self._file.name), affected)
                 return row - begin
+            scales = self._scales(row, count)
             done = row
             while done < row + count:
                 upto = min(row + count, record.start + record.count)
                 digest.update(block[(done - row) * row_bytes : (upto - row) * row_bytes].data)
+                if scales is not None:
+                    scales_digest.update(scales[done - row : upto - row].data)
                 done = upto
                 if done == record.start + record.count:
-                    self._compare(record, digest.intdigest())
+                    self._compare(record, "states", digest.intdigest(), record.xxh3)
+                    if scales is not None and record.scales_xxh3 is not None:
+                        self._compare(record, "scales", scales_digest.intdigest(), record.scales_xxh3)
                     digest.reset()
+                    scales_digest.reset()
                     record = next(records, record)
-            self._look(row, block.reshape(count, row_bytes))
+            self._look(row, block.reshape(count, row_bytes), scales)
             tick(count * row_bytes)
         return end - begin
 
-    def _compare(self, record: RowsRecord, found: int) -> None:
-        if found == record.xxh3:
+    def _compare(self, record: RowsRecord, what: str, found: int, expected: int) -> None:
+        if found == expected:
             return
         end = record.start + record.count
         affected = self._owners.of(self._writer, self._shard, record.start, end)
         named = f"; {len(affected)} samples have rows there, such as {affected[0]!r}" if affected else "; no sample's"
         text = (
-            f"rows {record.start} to {end - 1} have the checksum {to_hex(found)}, the journal has "
-            f"{to_hex(record.xxh3)}{named}"
+            f"the {what} of rows {record.start} to {end - 1} have the checksum {to_hex(found)}, the journal has "
+            f"{to_hex(expected)}{named}"
         )
         sample = affected[0] if len(affected) == 1 else None
         self._findings.add(Finding("checksum", text, self._file.name, sample), affected)
 
-    def _look(self, row: int, block: NDArray[np.uint8]) -> None:
-        numbers = row_numbers(block, len(self._columns), self._layout.info.dtype, self._scales(row, len(block)))
+    def _look(self, row: int, block: NDArray[np.uint8], scales: NDArray[np.float32] | None) -> None:
+        numbers = row_numbers(block, len(self._columns), self._layout.info.dtype, scales)
         positions = self._positions(row, len(block))
         self._statistics.add(self._columns, numbers, positions, self._writer, self._shard, row)
         self._faulty_rows(numbers, positions, row)

@@ -296,6 +296,7 @@ def test_what_a_killed_model_process_had_sent_is_stored(tmp_path):
     assert done.returncode == -signal.SIGKILL
     lock = FileLock(lock_path(tmp_path, "dp0-pp0"), 15)
     lock.release()
+    wait_for(lambda: session(tmp_path).state == "closed")
     assert set(samples(tmp_path)) == {"hs-1", "hs-2"}
     assert session(tmp_path).state == "closed"
 

@@ -678,3 +678,14 @@ def test_another_writers_rows_are_named_too(tmp_path):
     result = check(tmp_path)
     assert found(result, "checksum")[0].file == f"shards/{file.name}"
     assert result.findings.samples == {"r0", "r1"}  # both lie in the rows of one checksum
+
+
+def test_a_flipped_scale_of_float8_states_is_found(tmp_path):
+    made.make(tmp_path, "float8_e4m3")
+    place = made.where(tmp_path, "s1", 3, "float8_e4m3")
+    offset = made.token_offset(tmp_path, "scales", place) - 8 * place.row + 4 * len(made.COLUMNS) * place.row
+    made.flip(place.file, offset, 1)
+    result = check(tmp_path)
+    assert not result.sound
+    (finding,) = found(result, "checksum")
+    assert "the scales of rows" in finding.what
