@@ -2,7 +2,9 @@
 
 import json
 import os
+import shlex
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,9 +36,10 @@ def prepare(
     prepare_model(model.expanduser(), out.expanduser(), capture.config(output, cpu=False))
     typer.echo(f"{out} is ready: {CONFIG_FILE} names {CAPTURE_CLASSES[load_model_config(out).architecture]} first.")
     typer.echo(
-        "Serve it with: SGLANG_EXTERNAL_MODEL_PACKAGE=sglang_hs_capture.models python -m sglang.launch_server "
-        f"--model-path {out} --model-impl sglang --disable-prefill-cuda-graph"
+        f"Serve it with: SGLANG_EXTERNAL_MODEL_PACKAGE=sglang_hs_capture.models {shlex.quote(sys.executable)} -m "
+        f"sglang.launch_server --model-path {shlex.quote(str(out))} --model-impl sglang --disable-prefill-cuda-graph"
     )
+    typer.echo("On a machine without a GPU put SGLANG_PLATFORM=hs_capture_cpu before it, too.")
 
 
 def prepare_model(model: Path, out: Path, capture: CaptureConfig) -> None:

@@ -18,7 +18,14 @@ from sglang_hs_capture.model_config import ModelConfig
 from sglang_hs_capture.store.identity import DATASET_FILE, read_info
 from sglang_hs_capture.store.recovery import recover_dataset
 from sglang_hs_capture.store.schema import DatasetInfo
-from sglang_hs_capture.store.session import SessionRecord, is_running, missing_columns, read_sessions, replica_of
+from sglang_hs_capture.store.session import (
+    SessionRecord,
+    is_running,
+    missing_columns,
+    read_sessions,
+    replica_of,
+    write_session,
+)
 
 Say = Callable[[str], None]
 
@@ -97,6 +104,11 @@ class OwnServer(Target):
         await self._server.stop()
         if (self._directory / DATASET_FILE).exists():
             recover_dataset(self._directory)
+        for record in self._server.sessions():
+            # SGLang kills schedulers that do not end in time, as those of a pipeline; the dataset is in order now.
+            if record.state == "ready" and is_running(record) is False:
+                record.state = "closed"
+                write_session(self._directory, record)
 
     def kill(self) -> None:
         self._server.kill()
