@@ -19,6 +19,8 @@ RESTORE = "restore it from a copy, or capture anew into another directory"
 FLOAT8 = "float8_e4m3"
 ELEMENT_SIZE = {"bfloat16": 2, "float16": 2, "float32": 4, FLOAT8: 1}
 SAFETENSORS_DTYPE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", FLOAT8: "F8_E4M3"}
+# The other way round, for those whose elements need no scale beside them.
+DTYPE_OF_SAFETENSORS = {theirs: ours for ours, theirs in SAFETENSORS_DTYPE.items() if ours != FLOAT8}
 
 _IDENTITY = ("boundaries", "columns", "num_layers", "hidden_size", "dtype", "config_hash")
 _RID = re.compile(r"(?P<prefix>.*)(?P<key>[0-9a-f]{24})-(?P<attempt>[0-9]+)-(?P<end_hash>[0-9a-f]{16})", re.DOTALL)

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from sglang_hs_capture.errors import CorruptionError, StoreError
+from sglang_hs_capture.store.elements import to_float32
 from sglang_hs_capture.store.identity import DATASET_FILE, FINAL_NORM_FILE, SHARD_FOLDER, read_info
 from sglang_hs_capture.store.index import SampleEntry
 from sglang_hs_capture.store.replay import ShardState, journal_writers
-from sglang_hs_capture.store.schema import RESTORE, DatasetInfo, RowsRecord, check_writer
+from sglang_hs_capture.store.schema import DTYPE_OF_SAFETENSORS, RESTORE, DatasetInfo, RowsRecord, check_writer
 from sglang_hs_capture.store.session import is_running, read_session
 from sglang_hs_capture.store.shard import ShardLayout, ShardPaths
-from sglang_hs_capture.verify.elements import to_float32
 from sglang_hs_capture.verify.findings import Finding, Findings
 from sglang_hs_capture.verify.journals import Journal, LineCounts, read_journal, read_ledger
 from sglang_hs_capture.verify.owners import Owners
@@ -39,7 +39,6 @@ SAMPLES_PER_TASK = 256
 OUTLIER_ABOVE, OUTLIER_BELOW = 1024.0, 1 / 1024
 EQUAL_NORMS_ROWS = 8
 EQUAL_NORMS_SPREAD = 1e-6
-DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 class CheckView:
@@ -429,7 +428,7 @@ def _norm_problem(data: bytes, info: DatasetInfo) -> str:
         header = json.loads(data[8 : 8 + length])
         entry, eps = header["weight"], json.loads(header["__metadata__"]["eps"])
         begin, end = entry["data_offsets"]
-        dtype, shape = DTYPE_NAMES[entry["dtype"]], entry["shape"]
+        dtype, shape = DTYPE_OF_SAFETENSORS[entry["dtype"]], entry["shape"]
         raw = np.frombuffer(data, np.uint8, offset=8 + length)
         weight = to_float32(np.ascontiguousarray(raw[begin:end]), dtype)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_hs_capture.verify.elements import to_float32
+from sglang_hs_capture.store.elements import to_float32
 
 # Histograms over the logarithm to base 2; a bin is a factor of 2**(1/16), 4%. The outermost bins take what is beyond.
 BINS_PER_OCTAVE = 16

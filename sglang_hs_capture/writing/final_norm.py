@@ -9,9 +9,9 @@ import safetensors
 
 from sglang_hs_capture.errors import CorruptionError, DatasetMismatchError
 from sglang_hs_capture.store import fs
+from sglang_hs_capture.store.elements import to_float32
 from sglang_hs_capture.store.identity import FINAL_NORM_FILE
-
-ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
+from sglang_hs_capture.store.schema import DTYPE_OF_SAFETENSORS, ELEMENT_SIZE
 
 
 def store_final_norm(directory: Path, dtype: str, weight: bytes, eps: float) -> None:
@@ -34,9 +34,10 @@ def store_final_norm(directory: Path, dtype: str, weight: bytes, eps: float) -> 
     if stored is not None:
         _check(path, stored, _as_float32(dtype, weight), eps)
         return
+    element_size = ELEMENT_SIZE[DTYPE_OF_SAFETENSORS[dtype]]
     header = {
         "__metadata__": {"eps": json.dumps(eps)},
-        "weight": {"dtype": dtype, "shape": [len(weight) // ITEM_BYTES[dtype]], "data_offsets": [0, len(weight)]},
+        "weight": {"dtype": dtype, "shape": [len(weight) // element_size], "data_offsets": [0, len(weight)]},
     }
     # Written by hand, as the shards are: the library's own functions for this want a tensor library, or change.
     text = json.dumps(header, separators=(",", ":")).encode("ascii")
@@ -61,6 +62,4 @@ def _check(path: Path, stored: bytes, weight: np.ndarray, eps: float) -> None:
 
 def _as_float32(dtype: str, data: bytes) -> np.ndarray:
     """Float32 ``[H]``; a model may be served in another dtype than before."""
-    if dtype == "BF16":
-        return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
-    return np.frombuffer(data, "<f2" if dtype == "F16" else "<f4").astype(np.float32)
+    return to_float32(np.frombuffer(data, np.uint8), DTYPE_OF_SAFETENSORS[dtype])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_hs_capture.store.elements import to_float32
 from sglang_hs_capture.verify import statistics as module
-from sglang_hs_capture.verify.elements import to_float32
 from sglang_hs_capture.verify.report import Axis, histogram_svg, position_svg
 from sglang_hs_capture.verify.statistics import (
     BINS,
