@@ -16,7 +16,6 @@ sizes in Triton's interpreter, whose times mean nothing.
 
 import argparse
 import itertools
-import json
 import math
 import os
 import statistics
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.load import machine
+from benchmarks.report import write_json
 
 if TYPE_CHECKING:
     from sglang_hs_capture.kernels.pack import Launch
@@ -102,14 +101,7 @@ def write_results(arguments: argparse.Namespace, benchmark: str, **content: Any)
     """Write ``<benchmark>.json`` with arguments and machine; a trial on a CPU goes to ``<benchmark>-cpu.json``."""
     if arguments.cpu:
         benchmark += "-cpu"
-    result = {
-        "benchmark": benchmark,
-        "machine": machine(),
-        "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items()},
-        **content,
-    }
-    arguments.results.mkdir(parents=True, exist_ok=True)
-    (arguments.results / f"{benchmark}.json").write_text(json.dumps(result, indent=2) + "\n")
+    write_json(arguments.results, benchmark, benchmark, arguments, **content)
 
 
 def make_unit(source: torch.dtype, stored: torch.dtype, n_rows: int, gather: bool, sizes: Sizes) -> Unit:

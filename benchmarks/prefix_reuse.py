@@ -14,10 +14,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.load import machine, served
+from benchmarks.load import served
+from benchmarks.report import write_json
 from benchmarks.shapes import SHAPES, write_model
 
 
@@ -99,26 +101,17 @@ def main() -> None:
         }
     tokens = arguments.sets * arguments.prompts * arguments.length
     rates = {kind: tokens / run["seconds"] for kind, run in runs.items()}
-    result = {
-        "benchmark": "prefix_reuse",
-        "machine": machine(),
-        "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items()},
+    found = {
         "tokens": tokens,
         "unique": unique,
         "tokens_per_s": rates,
         "on/off": rates["on"] / rates["off"],
         "rows/unique": runs["on"]["rows"] / unique,
-        "runs": runs,
     }
     label = arguments.model.name if arguments.model else arguments.shape
-    arguments.results.mkdir(parents=True, exist_ok=True)
-    name = f"prefix_reuse-{label}-sglang{result['machine']['sglang']}.json"
-    (arguments.results / name).write_text(json.dumps(result, indent=2) + "\n")
-    print(
-        json.dumps(
-            {key: result[key] for key in ("tokens", "unique", "tokens_per_s", "on/off", "rows/unique")}, indent=2
-        )
-    )
+    name = f"prefix_reuse-{label}-sglang{version('sglang')}"
+    write_json(arguments.results, name, "prefix_reuse", arguments, **found, runs=runs)
+    print(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.load import machine
+from benchmarks.report import write_json
 from sglang_hs_capture import HiddenStateDataset
 from sglang_hs_capture.store.hashing import end_hash, prefix_hashes
 from sglang_hs_capture.store.schema import FLOAT8, DatasetInfo, Extent
@@ -103,17 +103,9 @@ def main() -> None:
             rates[kind].append(read(arguments.directory / kind, number))
     shutil.rmtree(arguments.directory)
     ratio = statistics.median(many / one for one, many in zip(rates["one"], rates["many"], strict=True))
-    result = {
-        "benchmark": "reader",
-        "machine": machine(),
-        "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items()},
-        "GB/s": {kind: statistics.median(found) for kind, found in rates.items()},
-        "many/one": ratio,
-        "rounds": rates,
-    }
-    arguments.results.mkdir(parents=True, exist_ok=True)
-    (arguments.results / f"reader-{arguments.dtype}.json").write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps({key: result[key] for key in ("GB/s", "many/one")}, indent=2))
+    found = {"GB/s": {kind: statistics.median(rounds) for kind, rounds in rates.items()}, "many/one": ratio}
+    write_json(arguments.results, f"reader-{arguments.dtype}", "reader", arguments, **found, rounds=rates)
+    print(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

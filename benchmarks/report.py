@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import plots
+from benchmarks.load import machine
 
 
 @dataclass
@@ -86,6 +87,13 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def plain(arguments: Any) -> dict[str, Any]:
     """A parsed command line as values that JSON knows."""
     return {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+
+
+def write_json(results: Path, name: str, benchmark: str, arguments: Any, **content: Any) -> None:
+    """Write ``<name>.json`` with the machine and the arguments before the content."""
+    result = {"benchmark": benchmark, "machine": machine(), "arguments": plain(arguments), **content}
+    results.mkdir(parents=True, exist_ok=True)
+    (results / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
 
 
 def _table(unit: str, series: dict[str, list[float]], style: str) -> list[str]:

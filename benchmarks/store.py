@@ -14,7 +14,6 @@ through it. The time goes from the first write to when everything is durable.
 """
 
 import argparse
-import json
 import mmap
 import os
 import queue
@@ -29,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.load import machine
+from benchmarks.report import write_json
 from sglang_hs_capture.store.hashing import prefix_hashes
 from sglang_hs_capture.store.schema import DatasetInfo
 from sglang_hs_capture.store.writer import StoreWriter
@@ -237,16 +236,8 @@ def main() -> None:
     arguments = parse_arguments()
     rounds = measure(arguments)
     summary = summarise(rounds)
-    result = {
-        "benchmark": "store",
-        "machine": machine(),
-        "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items()},
-        "GB/s": summary,
-        "rounds": rounds,
-    }
-    arguments.results.mkdir(parents=True, exist_ok=True)
     name = "-".join(part for part in ("store", arguments.label) if part)
-    (arguments.results / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    write_json(arguments.results, name, "store", arguments, **{"GB/s": summary, "rounds": rounds})
     print("| what | GB/s, median | least to most | of raw |\n|---|---|---|---|")
     for kind, rate in summary.items():
         share = f"{rate['of raw']:.2f}" if "of raw" in rate else ""
