@@ -192,9 +192,7 @@ class WritingCapture(Capture):
         weight: torch.Tensor = norm.weight.detach()  # type: ignore[operator]
         if weight.dtype not in _NORM_DTYPES:
             weight = weight.float()
-        self._writer.send(
-            NormNotice(_NORM_DTYPES[weight.dtype], weight.numel(), weight.nbytes, self._info.final_norm_eps)
-        )
+        self._writer.send(NormNotice(_NORM_DTYPES[weight.dtype], weight.nbytes, self._info.final_norm_eps))
         self._send("norm", weight)
         self._norm_sent = True
 

@@ -1,7 +1,6 @@
 """Several servers that capture into one dataset: a prompt goes where its prefix is, unless others have less to do."""
 
 import asyncio
-import contextlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -133,8 +132,7 @@ async def wait_for_any(clients: Sequence[ServerClient], grace_s: float) -> bool:
     finally:
         for task in waits:
             task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(*waits, return_exceptions=True)
+        await asyncio.gather(*waits, return_exceptions=True)
 
 
 def _block_hashes(input_ids: Sequence[int]) -> list[int]:

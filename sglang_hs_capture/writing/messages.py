@@ -47,10 +47,9 @@ class PieceNotice:
 
 @dataclass(frozen=True)
 class NormNotice:
-    """The final norm's weight follows in pieces; ``dtype`` as in a safetensors header, ``length`` in elements."""
+    """The final norm's weight follows in pieces; ``dtype`` as in a safetensors header."""
 
     dtype: str
-    length: int
     nbytes: int
     eps: float
 

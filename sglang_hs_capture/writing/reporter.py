@@ -16,6 +16,7 @@ from sglang_hs_capture.store.session import (
     session_path,
     write_session,
 )
+from sglang_hs_capture.writing.messages import failure_of
 
 _REPORT_INTERVAL_S = 1.0
 # Given up when the disk is full, so that the record that says so has room.
@@ -66,8 +67,8 @@ class SessionReporter:
         """Say why capture has ended while the server lives on, and how far it came."""
         with self._lock:
             self._record.counters = counters
-        text = str(error) if isinstance(error, HsCaptureError) else f"{type(error).__name__}: {error}"
-        self._change("stopped", text, kind_of(error))
+        failure = failure_of(error)
+        self._change("stopped", failure.text, failure.kind)
 
     def closed(self) -> None:
         """Capture ended in order; the reason of an earlier stop stays."""

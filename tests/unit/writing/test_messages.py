@@ -25,7 +25,7 @@ MESSAGES = [
     BatchHeader(3, RowPlan(REQUESTS, 8), 21, 4),
     BatchHeader(4, RowPlan((), 0), 0, 0),
     PieceNotice("rows", 2**40, Span(0, 4096, 2**50)),
-    NormNotice("BF16", 16, 32, 1e-6),
+    NormNotice("BF16", 32, 1e-6),
     Failure(None, "x"),
     Opened(),
     Stop(),
