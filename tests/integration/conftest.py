@@ -42,25 +42,24 @@ class Server:
         sampling = {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True}
         return self.post("/generate", {"input_ids": input_ids, "sampling_params": sampling, **fields})
 
-    def wait_healthy(self, path: str, patience_s: float = 60) -> None:
+    def wait_healthy(self, path: str) -> None:
         """Ask until the server says that it is well; on a busy machine its own check may come too late at first."""
+        self._until_accepted(urllib.request.Request(self.url + path))
+
+    def flush_cache(self) -> None:
+        """Empty the prefix cache. Refused for a moment after an answer, while its request is still taken off."""
+        self._until_accepted(urllib.request.Request(self.url + "/flush_cache", b""))
+
+    def _until_accepted(self, request: urllib.request.Request, patience_s: float = 60) -> None:
         deadline = time.monotonic() + patience_s
         while True:
             try:
-                with urllib.request.urlopen(self.url + path, timeout=60):
+                with urllib.request.urlopen(request, timeout=60):
                     return
             except urllib.error.HTTPError:
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(0.5)
-
-    def post_text(self, path: str, body: dict[str, Any]) -> None:
-        """POST JSON where the answer is not JSON."""
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=60):
-            pass
 
     def end(self) -> None:
         """End the server now."""

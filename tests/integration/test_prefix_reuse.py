@@ -179,9 +179,9 @@ def test_a_slot_that_decode_rewrote_is_noticed_and_the_sample_captured_again(
     server = start_server(deepseek_checkpoint, *flags(base / "dataset"), env=ENVIRONMENT)
     # A flush frees all slots, and they are given out again from the first one: the second time, the stem comes to lie
     # where the old prompt's stem lay, and decode writes where its other rows were.
-    server.post_text("/flush_cache", {})
+    server.flush_cache()
     server.generate(old, rid="hs-old")
-    server.post_text("/flush_cache", {})
+    server.flush_cache()
     answer = server.generate(stem, rid="other", max_new_tokens=20)["output_ids"]
     new = {"new": [*stem, *answer[:15], *(generator.randrange(5, VOCAB) for _ in range(10))]}
     summary = run(server, write(base / "new.jsonl", new), base / "dataset")
