@@ -51,7 +51,7 @@ def prompt(length: int, seed: int) -> list[int]:
     return [random.Random(seed * 10007 + length).randrange(5, 2000) for _ in range(length)]
 
 
-def wait_for(output: Path, rids: set[str], timeout_s: float = 30) -> HiddenStateDataset:
+def wait_for(output: Path, rids: set[str], timeout_s: float = 120) -> HiddenStateDataset:
     """The dataset once it holds all of ``rids``."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -146,8 +146,9 @@ def test_an_aborted_request_leaves_no_sample_and_disturbs_nobody(capture):
     with ThreadPoolExecutor(8) as pool:
         long = pool.submit(server.generate, prompt(4000, 20), rid="hs-aborted", max_new_tokens=64)
         beside = [pool.submit(server.generate, prompt(100 + i, 21), rid=f"hs-beside-{i}") for i in range(4)]
-        time.sleep(0.3)
-        server.post_text("/abort_request", {"rid": "hs-aborted"})
+        while not long.done():  # an abort that comes before its request is forgotten
+            time.sleep(0.3)
+            server.post_text("/abort_request", {"rid": "hs-aborted"})
         finish = long.result()["meta_info"]["finish_reason"]["type"]
         for future in beside:
             future.result()
