@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from sglang_hs_capture.cli import options
+from sglang_hs_capture.data.preparation import LossOn, Overflow, Preparation, SplitTurns
 from sglang_hs_capture.driver.delivery import DeliverySettings
 from sglang_hs_capture.driver.device import CPU_NOTICE, Device, use_cpu
 from sglang_hs_capture.driver.intake import OnBadInput
@@ -46,7 +47,20 @@ def run(
         ),
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="The key that the server of --server wants.")] = None,
-    max_length: Annotated[int | None, typer.Option(min=1, help="Longer prompts are bad input.")] = None,
+    split_turns: Annotated[
+        SplitTurns,
+        typer.Option(
+            help="Make one sample of each of the assistant's turns: where the chat template shows earlier turns "
+            "otherwise than the model wrote them, always, or never."
+        ),
+    ] = SplitTurns.AUTO,
+    loss_on: Annotated[
+        LossOn, typer.Option(help="Train on all of the assistant's turns, or on the last of each conversation.")
+    ] = LossOn.ALL,
+    max_length: Annotated[int | None, typer.Option(min=1, help="The longest sample, in tokens.")] = None,
+    overflow: Annotated[
+        Overflow, typer.Option(help="Cut longer samples at their end or beginning, drop them, or call them bad input.")
+    ] = Overflow.TRUNCATE_RIGHT,
     tokenizer: Annotated[str | None, typer.Option(help="A tokenizer other than the model's.")] = None,
     chat_template: Annotated[Path | None, typer.Option(help="A file with another chat template.")] = None,
     chat_template_kwargs: Annotated[
@@ -75,19 +89,26 @@ def run(
         output=output.expanduser().resolve(),
         on_bad_input=on_bad_input,
         limit=limit,
-        max_length=max_length,
         delivery=DeliverySettings(attempts=attempts, ack_timeout_s=ack_timeout),
         pump=PumpSettings(max_prompts=max_in_flight),
     )
     if json_summary is not None and not json_summary.absolute().parent.is_dir():
         raise ConfigError(f"--json-summary: {json_summary.absolute().parent} is not a directory")
+    if max_length is None:
+        _refuse_given(ctx, ("overflow",), "says what becomes of samples longer than --max-length; give that too")
     sglang_args: list[str] = ctx.obj or []
     trust_remote_code = trust_remote_code or TRUST_FLAG in sglang_args
     source = Source(
         paths=data,
         tokenizer=tokenizer or model or "",
         chat_template=chat_template,
-        template_kwargs=parse_template_kwargs(chat_template_kwargs),
+        preparation=Preparation(
+            template_kwargs=parse_template_kwargs(chat_template_kwargs),
+            split_turns=split_turns,
+            loss_on=loss_on,
+            max_length=max_length,
+            overflow=overflow,
+        ),
         trust_remote_code=trust_remote_code,
     )
     if server:

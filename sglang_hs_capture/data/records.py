@@ -1,6 +1,7 @@
 """What passes between the parts of this package: conversations, samples, and lines that cannot be used."""
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -40,12 +41,14 @@ class Sample:
         source: ``file:line``.
         input_ids: int64 ``[S]``, S at least 1.
         loss_mask: uint8 ``[S]``; 1 for tokens that are trained on.
+        cut: number of tokens that were cut off to make it no longer than ``--max-length``.
     """
 
     id: str
     source: str
     input_ids: TokenIds
     loss_mask: LossMask
+    cut: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,27 @@ class InputProblem:
         return f"{self.source}: {self.reason}"
 
 
-# A row that was tokenised before needs nothing more than a length check, so it is a sample already.
+class Exclusion(StrEnum):
+    """Why a sample that could be captured is left out; unlike a problem, this never stops a run."""
+
+    TOO_LONG = "too-long"
+    NO_LOSS = "no-loss"
+    LOSS_CUT_OFF = "loss-cut-off"
+
+
+@dataclass(frozen=True, slots=True)
+class Excluded:
+    """A sample that is left out by the settings of the run, and only counted."""
+
+    source: str
+    reason: Exclusion
+    sample_id: str
+
+
+# What becomes of a record.
+Prepared = Sample | InputProblem | Excluded
+
+# A row that was tokenised before needs nothing more than the limits of its length, so it is a sample already.
 Record = Conversation | Sample
 
 

@@ -1,15 +1,18 @@
 """Conversation files to samples that are ready to be captured."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sglang_hs_capture.data.conversations import check_template_kwargs, iter_records
+from sglang_hs_capture.data.limits import fitted, last_run
 from sglang_hs_capture.data.loss_mask import tokenize
-from sglang_hs_capture.data.records import BadRow, InputProblem, Record, Sample, shown
+from sglang_hs_capture.data.preparation import LossOn, Preparation
+from sglang_hs_capture.data.records import BadRow, Conversation, InputProblem, Prepared, Record, Sample, shown
 from sglang_hs_capture.data.template import ChatTemplate
 from sglang_hs_capture.errors import InputError
 
@@ -20,43 +23,50 @@ class SamplePreparer:
     def __init__(
         self,
         tokenizer: Any = None,
+        preparation: Preparation | None = None,
         *,
-        template_kwargs: Mapping[str, Any] | None = None,
         stop_ids: Iterable[int] = (),
     ) -> None:
         """
         Args:
             tokenizer: a ``transformers`` tokenizer; None if every row is tokenised already.
-            template_kwargs: settings passed to the chat template, such as ``{"thinking": False}``.
+            preparation: how conversations become samples; the defaults if None.
             stop_ids: token ids that end an assistant's turn, besides those the tokenizer and its template show
                 (``read_stop_ids``).
 
         Raises:
-            InputError: ``template_kwargs`` names an argument that is not the template's.
+            InputError: its ``template_kwargs`` name an argument that is not the template's.
         """
+        self._preparation = preparation or Preparation()
         try:
-            self._kwargs = check_template_kwargs(dict(template_kwargs or {}), "template_kwargs")
+            self._kwargs = check_template_kwargs(dict(self._preparation.template_kwargs), "template_kwargs")
         except BadRow as error:
             raise InputError(str(error)) from None
         self._tokenizer = tokenizer
         self._more_stop_ids = frozenset(stop_ids)
         self._template: ChatTemplate | None = None
 
-    def prepare(self, record: Record) -> Sample | InputProblem:
-        """Tokenise one record; a row tokenised before is returned as it is.
+    def prepare(self, record: Record) -> list[Prepared]:
+        """Tokenise one record, and bring it to the length and the loss that are asked for.
 
         Raises:
             InputError: the record is a conversation, and there is no tokenizer or it has no chat template, so that no
                 conversation at all can be prepared.
         """
         if isinstance(record, Sample):
-            return record
-        template = self._chat_template(record.source)
+            last = self._preparation.loss_on is LossOn.LAST
+            return [
+                fitted(replace(record, loss_mask=last_run(record.loss_mask)) if last else record, self._preparation)
+            ]
         try:
-            input_ids, mask = tokenize(template, record, template.stop_ids | self._more_stop_ids)
+            return [fitted(sample, self._preparation) for sample in self._tokenised(record)]
         except BadRow as problem:
-            return InputProblem(record.source, str(problem), record.id)
-        return Sample(record.id, record.source, input_ids, mask)
+            return [InputProblem(record.source, str(problem), record.id)]
+
+    def _tokenised(self, record: Conversation) -> list[Sample]:
+        template = self._chat_template(record.source)
+        input_ids, mask = tokenize(template, record, template.stop_ids | self._more_stop_ids)
+        return [Sample(record.id, record.source, input_ids, mask)]
 
     def _chat_template(self, source: str) -> ChatTemplate:
         if self._tokenizer is None:
@@ -74,7 +84,7 @@ def iter_samples(
     *,
     max_length: int | None,
     vocab_size: int | None = None,
-) -> Iterator[Sample | InputProblem]:
+) -> Iterator[Prepared]:
     """Read conversation files as samples, in the files' order, each id at most once.
 
     Memory grows by about a hundred bytes for each sample, for the ids seen.
@@ -93,20 +103,40 @@ def iter_samples(
 
 def _samples(
     records: Iterable[Record | InputProblem], preparer: SamplePreparer, max_length: int | None, vocab_size: int | None
-) -> Iterator[Sample | InputProblem]:
-    seen: set[bytes] = set()
+) -> Iterator[Prepared]:
+    seen = _Ids()
     for record in records:
         if isinstance(record, InputProblem):
             yield record
-            continue
-        digest = hashlib.blake2b(record.id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        if digest in seen:
-            yield InputProblem(record.source, f"an earlier line has the same id, {shown(record.id)}", record.id)
-            continue
-        seen.add(digest)
-        sample = preparer.prepare(record)
-        reason = _problem(sample, max_length, vocab_size) if isinstance(sample, Sample) else ""
-        yield InputProblem(record.source, reason, record.id) if reason else sample
+        elif seen.has(record.id):
+            yield InputProblem(record.source, _repeated(record.id), record.id)
+        else:
+            for sample in preparer.prepare(record):
+                if not isinstance(sample, Sample):
+                    yield sample
+                    continue
+                # The samples of a conversation that was split have ids of their own.
+                taken = sample.id != record.id and seen.has(sample.id)
+                reason = _repeated(sample.id) if taken else _problem(sample, max_length, vocab_size)
+                yield InputProblem(record.source, reason, sample.id) if reason else sample
+
+
+class _Ids:
+    """The ids seen so far, by their hashes."""
+
+    def __init__(self) -> None:
+        self._seen: set[bytes] = set()
+
+    def has(self, sample_id: str) -> bool:
+        """Whether an id came before; it has come now."""
+        digest = hashlib.blake2b(sample_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        before = digest in self._seen
+        self._seen.add(digest)
+        return before
+
+
+def _repeated(sample_id: str) -> str:
+    return f"an earlier line has the same id, {shown(sample_id)}"
 
 
 def _problem(sample: Sample, max_length: int | None, vocab_size: int | None) -> str:

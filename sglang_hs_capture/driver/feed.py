@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from sglang_hs_capture.data.records import InputProblem, Sample, TokenIds
+from sglang_hs_capture.data.records import Excluded, InputProblem, Prepared, TokenIds
 from sglang_hs_capture.store.hashing import end_hash
 from sglang_hs_capture.store.requests import RequestLedger, RequestRecord
 from sglang_hs_capture.store.schema import rle_encode, sample_key
@@ -22,10 +22,12 @@ class Job:
     Attributes:
         record: what the ledger says of it.
         input_ids: int64 [S].
+        cut: number of tokens that were cut off to make it short enough.
     """
 
     record: RequestRecord
     input_ids: TokenIds
+    cut: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,29 +35,28 @@ class Done:
     """A sample that the dataset holds already; ``record`` is set if its loss mask has changed."""
 
     record: RequestRecord | None = None
+    cut: int = 0
 
 
-Verdict = Job | InputProblem | Done
+Verdict = Job | InputProblem | Excluded | Done
 
 
 class Judge:
-    """Compares samples with what the dataset holds and with what the user and the server allow."""
+    """Compares samples with what the dataset holds and with what the server allows."""
 
-    def __init__(self, ledger: RequestLedger, captured: Container[str], max_length: int | None = None) -> None:
+    def __init__(self, ledger: RequestLedger, captured: Container[str]) -> None:
         """
         Args:
             ledger: what was asked for before.
             captured: ids of the samples that the dataset holds.
-            max_length: the longest prompt that the user wants.
         """
         self._ledger = ledger
         self._captured = captured
-        self._max_length = max_length
         self.server_limit: int | None = None
 
-    def judge(self, sample: Sample | InputProblem) -> Verdict:
+    def judge(self, sample: Prepared) -> Verdict:
         """Say what is to be done with one item of ``data.samples.iter_samples``."""
-        if isinstance(sample, InputProblem):
+        if isinstance(sample, InputProblem | Excluded):
             return sample
         record = RequestRecord(
             id=sample.id,
@@ -66,28 +67,27 @@ class Judge:
             source=sample.source,
         )
         if sample.id in self._captured:
-            return self._judge_captured(record)
-        job = Job(record, sample.input_ids)
+            return self._judge_captured(record, sample.cut)
+        job = Job(record, sample.input_ids, sample.cut)
         return self.too_long(job) or job
 
-    def _judge_captured(self, record: RequestRecord) -> Verdict:
+    def _judge_captured(self, record: RequestRecord, cut: int) -> Verdict:
         known = self._ledger.requests[record.id]
         if (known.length, known.end_hash) != (record.length, record.end_hash):
             reason = (
                 f"the id {record.id!r} was captured from other tokens ({known.length} from {known.source}, now "
-                f"{record.length}); give the sample another id, or choose another --output if the tokenizer or the "
-                "chat template changed"
+                f"{record.length}); give the sample another id, or choose another --output if the tokenizer, the chat "
+                "template, --split-turns or --max-length changed"
             )
             return InputProblem(record.source, reason, record.id)
-        return Done(record if known.loss_mask != record.loss_mask else None)
+        return Done(record if known.loss_mask != record.loss_mask else None, cut)
 
     def too_long(self, job: Job) -> InputProblem | None:
-        """The problem of a prompt that is longer than the user or the server allows; None if it is not."""
-        for limit, whose in ((self._max_length, "--max-length"), (self.server_limit, "the server's longest prompt")):
-            if limit is not None and job.record.length > limit:
-                reason = f"prompt of {job.record.length} tokens is longer than {whose}, {limit}"
-                return InputProblem(job.record.source, reason, job.record.id)
-        return None
+        """The problem of a prompt that is longer than the server allows; None if it is not."""
+        if self.server_limit is None or job.record.length <= self.server_limit:
+            return None
+        reason = f"prompt of {job.record.length} tokens is longer than the server's longest prompt, {self.server_limit}"
+        return InputProblem(job.record.source, reason, job.record.id)
 
     def needs_request(self, record: RequestRecord) -> bool:
         """Whether the ledger does not say already what ``record`` says."""
@@ -97,14 +97,14 @@ class Judge:
 class Feed:
     """Pulls samples on a thread, so that tokenising does not hold up what is in flight."""
 
-    def __init__(self, samples: Iterable[Sample | InputProblem], judge: Judge, limit: int | None = None) -> None:
+    def __init__(self, samples: Iterable[Prepared], judge: Judge, limit: int | None = None) -> None:
         """
         Args:
             samples: from ``data.samples.iter_samples``.
             judge: decides on each.
             limit: look at no more than so many of them.
         """
-        self._samples: Iterator[Sample | InputProblem] = iter(samples) if limit is None else islice(samples, limit)
+        self._samples: Iterator[Prepared] = iter(samples) if limit is None else islice(samples, limit)
         self._judge = judge
         self._ahead: list[Verdict] = []
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from enum import StrEnum
 
-from sglang_hs_capture.data.records import InputProblem
+from sglang_hs_capture.data.records import Excluded, InputProblem
 from sglang_hs_capture.driver.ending import Ending
 from sglang_hs_capture.driver.feed import Done, Feed, Job, Judge, Verdict
 from sglang_hs_capture.driver.summary import Summary
@@ -76,6 +76,7 @@ class Intake:
             found = self._judge.too_long(verdict) or verdict if isinstance(verdict, Job) else verdict
             if isinstance(found, Job):
                 self.summary.asked += 1
+                self.summary.truncated += found.cut > 0
                 jobs.append(found)
                 continue
             self._note(found)
@@ -83,12 +84,16 @@ class Intake:
                 break
         return jobs
 
-    def _note(self, verdict: InputProblem | Done) -> None:
+    def _note(self, verdict: InputProblem | Excluded | Done) -> None:
         self.summary.asked += 1
         if isinstance(verdict, InputProblem):
             self._leave_out(verdict, send_accepted=True)
             return
+        if isinstance(verdict, Excluded):
+            self.summary.excluded[verdict.reason] = self.summary.excluded.get(verdict.reason, 0) + 1
+            return
         self.summary.already += 1
+        self.summary.truncated += verdict.cut > 0
         if verdict.record is not None:
             self._ledger.append(verdict.record)
             self.summary.remasked += 1

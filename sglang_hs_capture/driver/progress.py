@@ -22,7 +22,7 @@ class Snapshot:
     """How far a run is.
 
     Attributes:
-        done: samples captured, there already, skipped or dropped.
+        done: samples captured, there already, skipped, excluded or dropped.
         in_flight: samples sent and not yet acknowledged.
         tokens: tokens captured so far.
         rows: rows written so far; fewer than tokens where prefixes are shared.

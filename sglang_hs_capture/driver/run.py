@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
 
-from sglang_hs_capture.data.records import InputProblem, Sample
+from sglang_hs_capture.data.records import Prepared
 from sglang_hs_capture.driver.delivery import Delivery, DeliverySettings
 from sglang_hs_capture.driver.ending import Ending
 from sglang_hs_capture.driver.feed import Feed, Judge
@@ -26,7 +26,7 @@ from sglang_hs_capture.store.session import SessionRecord
 
 LOCK_TIMEOUT_S = 1.0
 SPARE_FILES = 256
-Samples = Iterable[Sample | InputProblem]
+Samples = Iterable[Prepared]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,6 @@ class RunSettings:
         output: the dataset's directory; it must exist.
         on_bad_input: stop at the first line or sample that cannot be captured, or leave such ones out.
         limit: look at no more than so many samples of the input.
-        max_length: the longest prompt that the user wants, in tokens.
         delivery: how often and how long a sample is tried.
         pump: how much is in flight.
     """
@@ -45,7 +44,6 @@ class RunSettings:
     output: Path
     on_bad_input: OnBadInput = OnBadInput.STOP
     limit: int | None = None
-    max_length: int | None = None
     delivery: DeliverySettings = field(default_factory=DeliverySettings)
     pump: PumpSettings = field(default_factory=PumpSettings)
 
@@ -72,7 +70,7 @@ class CaptureRun:
             # What the journals hold by now is read from the index, what comes later from the watch: nothing is missed.
             journals = JournalWatch(self._settings.output)
             journals.poll()
-            judge = Judge(ledger, self._captured(), self._settings.max_length)
+            judge = Judge(ledger, self._captured())
             feed = Feed(self._samples, judge, self._settings.limit)
             intake = Intake(feed, judge, ledger, self._settings.on_bad_input, self._summary, self._ending)
             with self._ending.signals(self._tell, self._target.kill):

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_hs_capture.data.lines import GZIP_MAGIC
-from sglang_hs_capture.data.records import InputProblem, Record, Sample
+from sglang_hs_capture.data.preparation import Preparation
+from sglang_hs_capture.data.records import Prepared, Record, Sample
 from sglang_hs_capture.data.samples import SamplePreparer, iter_samples
 from sglang_hs_capture.data.template import load_tokenizer, read_stop_ids
 from sglang_hs_capture.errors import ConfigError
@@ -24,17 +25,17 @@ class Source:
         paths: conversation files.
         tokenizer: a directory or hub id.
         chat_template: a file that takes the place of the tokenizer's own template.
-        template_kwargs: settings passed to the template.
+        preparation: how conversations become samples.
         trust_remote_code: whether the tokenizer may run code of its own.
     """
 
     paths: Sequence[Path]
     tokenizer: str
     chat_template: Path | None = None
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    preparation: Preparation = field(default_factory=Preparation)
     trust_remote_code: bool = False
 
-    def samples(self, *, max_length: int | None, vocab_size: int | None) -> Iterator[Sample | InputProblem]:
+    def samples(self, *, max_length: int | None, vocab_size: int | None) -> Iterator[Prepared]:
         """Read the files.
 
         Args:
@@ -44,27 +45,28 @@ class Source:
         Raises:
             InputError: a file is missing.
         """
-        return iter_samples(self.paths, LazyPreparer(self._load), max_length=max_length, vocab_size=vocab_size)
+        preparer = LazyPreparer(self._load, self.preparation)
+        return iter_samples(self.paths, preparer, max_length=max_length, vocab_size=vocab_size)
 
     def _load(self) -> SamplePreparer:
         tokenizer = load_tokenizer(
             self.tokenizer, trust_remote_code=self.trust_remote_code, chat_template=self.chat_template
         )
-        return SamplePreparer(tokenizer, template_kwargs=self.template_kwargs, stop_ids=read_stop_ids(self.tokenizer))
+        return SamplePreparer(tokenizer, self.preparation, stop_ids=read_stop_ids(self.tokenizer))
 
 
 class LazyPreparer(SamplePreparer):
     """A preparer that is made when the first conversation comes; rows tokenised before need none."""
 
-    def __init__(self, load: Callable[[], SamplePreparer]) -> None:
-        super().__init__()
+    def __init__(self, load: Callable[[], SamplePreparer], preparation: Preparation) -> None:
+        super().__init__(preparation=preparation)
         self._load = load
         self._loaded: SamplePreparer | None = None
 
-    def prepare(self, record: Record) -> Sample | InputProblem:
+    def prepare(self, record: Record) -> list[Prepared]:
         """See ``SamplePreparer.prepare``."""
         if isinstance(record, Sample):
-            return record
+            return super().prepare(record)
         if self._loaded is None:
             self._loaded = self._load()
         return self._loaded.prepare(record)

@@ -3,9 +3,14 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sglang_hs_capture.data.records import InputProblem
+from sglang_hs_capture.data.records import Exclusion, InputProblem
 
 SHOWN_PROBLEMS = 20
+EXCLUDED_FOR = {
+    Exclusion.TOO_LONG: "longer than --max-length",
+    Exclusion.NO_LOSS: "without a token to train on",
+    Exclusion.LOSS_CUT_OFF: "without a token to train on within --max-length",
+}
 GB = 1e9
 
 
@@ -19,6 +24,8 @@ class Summary:
         captured: samples captured by this run.
         already: samples that the dataset held before.
         remasked: of these, samples whose loss mask was brought up to date.
+        truncated: samples looked at that were cut to ``--max-length``, those that the dataset held before among them.
+        excluded: numbers of samples left out by the settings of the run, by reason.
         resent: times a sample was sent again.
         tokens: tokens of the captured samples.
         bytes: bytes of states written, including those of failed attempts.
@@ -35,6 +42,8 @@ class Summary:
     captured: int = 0
     already: int = 0
     remasked: int = 0
+    truncated: int = 0
+    excluded: dict[Exclusion, int] = field(default_factory=dict)
     resent: int = 0
     tokens: int = 0
     bytes: int = 0
@@ -57,14 +66,14 @@ class Summary:
     def lines(self) -> list[str]:
         """The account for a person."""
         if not self.seconds and not self.ended:
-            return [self._nothing(), *self._remasked(), *_list("Skipped", self.skipped)]
+            return [self._nothing(), *self._changed(), *_list("Skipped", self.skipped)]
         rate = f", {self.tokens_per_s:,.0f} tokens/s" if self.seconds else ""
         lines = [
             f"Captured {_count(self.captured, 'sample')} ({self.tokens:,} tokens, {self.bytes / GB:.2f} GB) "
             f"in {self.seconds:.1f} s{rate}.",
             f"Looked at {self.asked:,}; {self.already:,} were there already; {len(self.skipped):,} skipped; "
             f"{len(self.dropped):,} dropped.",
-            *self._remasked(),
+            *self._changed(),
         ]
         if self.blocked_s >= 0.1:
             lines.append(f"The model waited {self.blocked_s:.1f} s for the disk: the ring was full.")
@@ -78,11 +87,25 @@ class Summary:
         """What a run says that had nothing to send."""
         if not self.asked:
             return "Nothing to do: the input holds no sample."
+        if self.asked == sum(self.excluded.values()):
+            return "Nothing to do: every sample of the input is excluded."
         skipped = f", and {_count(len(self.skipped), 'line')} skipped" if self.skipped else ""
         return f"Nothing left to do: all {_count(self.already, 'sample')} of the input are in {self.output}{skipped}."
 
-    def _remasked(self) -> list[str]:
-        return [f"Brought the loss mask of {_count(self.remasked, 'sample')} up to date."] if self.remasked else []
+    def _changed(self) -> list[str]:
+        lines = []
+        if self.remasked:
+            lines.append(f"Brought the loss mask of {_count(self.remasked, 'sample')} up to date.")
+        if self.excluded:
+            reasons = (
+                f"{self.excluded[reason]:,} {words}"
+                for reason, words in EXCLUDED_FOR.items()
+                if reason in self.excluded
+            )
+            lines.append(f"Excluded {_count(sum(self.excluded.values()), 'sample')}: {', '.join(reasons)}.")
+        if self.truncated:
+            lines.append(f"Cut {_count(self.truncated, 'sample')} to --max-length.")
+        return lines
 
 
 def _count(number: int, noun: str) -> str:

@@ -145,7 +145,8 @@ def test_run_passes_its_options_on(capsys, tmp_path, model, data, monkeypatch):
         return Summary(str(settings.output), asked=2, captured=1, ended="told why", exit_code=6)
 
     monkeypatch.setattr(run_module, "run_on_own_server", run_on_own_server)
-    words = f"--layers 2,4 --final both --dtype float16 --on-bad-input skip --limit 7 --max-length 9 --max-in-flight 3 \
+    words = f"--layers 2,4 --final both --dtype float16 --on-bad-input skip --limit 7 --max-in-flight 3 \
+        --max-length 9 --overflow drop --split-turns never --loss-on last \
         --rid-prefix x- --ring-gb 2 --shard-gb 1 --min-free-gb 0.5 --json-summary {tmp_path}/s.json --trust-remote-code"
     ours = ["run", "--model", model, "--data", data, "--output", tmp_path / "out", *words.split()]
     code, out, err = call(capsys, *ours, "--", "--tp-size", "8")
@@ -158,7 +159,10 @@ def test_run_passes_its_options_on(capsys, tmp_path, model, data, monkeypatch):
     capture, settings = seen["capture"], seen["settings"]
     assert (capture.layers, capture.final, capture.dtype, capture.rid_prefix) == ((2, 4), "both", "float16", "x-")
     assert (capture.ring_bytes, capture.shard_bytes, capture.min_free_bytes) == (2 * 2**30, 2**30, 2**29)
-    assert (settings.on_bad_input, settings.limit, settings.max_length) == ("skip", 7, 9)
+    assert (settings.on_bad_input, settings.limit) == ("skip", 7)
+    prepared = seen["source"].preparation
+    assert (prepared.max_length, prepared.overflow) == (9, "drop")
+    assert (prepared.split_turns, prepared.loss_on) == ("never", "last")
     assert settings.pump.max_prompts == 3
     assert capture.output_dir == str(tmp_path / "out")
 

@@ -26,7 +26,8 @@ from chat_templates import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hs_capture.data.records import Conversation, InputProblem, Sample
+from sglang_hs_capture.data.preparation import Preparation
+from sglang_hs_capture.data.records import Conversation, Excluded, Exclusion, InputProblem, Prepared, Sample
 from sglang_hs_capture.data.samples import SamplePreparer
 from sglang_hs_capture.errors import InputError
 
@@ -58,8 +59,9 @@ MULTI_ROLE = pytest.mark.parametrize(
 )
 
 
-def prepare(tokenizer, messages, **more) -> Sample | InputProblem:
-    return SamplePreparer(tokenizer).prepare(Conversation("id", "f.jsonl:1", messages, **more))
+def prepare(tokenizer, messages, **more) -> Prepared:
+    [sample] = SamplePreparer(tokenizer).prepare(Conversation("id", "f.jsonl:1", messages, **more))
+    return sample
 
 
 def trained_on(tokenizer, messages, **more) -> list[str]:
@@ -118,8 +120,9 @@ def test_a_conversation_that_the_assistant_opens(template):
 
 
 @MULTI_ROLE
-def test_without_an_assistant_nothing_is_trained_on(template):
-    assert trained_on(make_tokenizer(template), [system("Be brief.")]) == []
+def test_without_an_assistant_the_sample_is_excluded(template):
+    excluded = prepare(make_tokenizer(template), [system("Be brief.")])
+    assert excluded == Excluded("f.jsonl:1", Exclusion.NO_LOSS, "id")
 
 
 @EVERY_TEMPLATE
@@ -253,10 +256,10 @@ def test_markers_that_a_row_switches_off_are_replaced_by_prefixes():
     template = "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\\n' }}{% if m.role == 'assistant' %}" + marked
     template += "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>' }}{% endfor %}"
     tokenizer = make_tokenizer(template)
-    preparer = SamplePreparer(tokenizer, template_kwargs={"mark": True})
+    preparer = SamplePreparer(tokenizer, Preparation({"mark": True}))
     messages = [user("a"), assistant("b"), user("c"), assistant("d")]
     for kwargs in ({}, {"mark": False}):
-        sample = preparer.prepare(Conversation("id", "f:1", messages, template_kwargs=kwargs))
+        [sample] = preparer.prepare(Conversation("id", "f:1", messages, template_kwargs=kwargs))
         assert masked(tokenizer, sample) == ["b<|im_end|>", "d<|im_end|>"]
 
 
@@ -292,7 +295,7 @@ def test_an_end_of_turn_named_by_the_model_is_included():
     tokenizer = make_tokenizer(template)
     record = Conversation("id", "f:1", [user("a"), assistant("b"), user("c"), assistant("d")])
     stop = tokenizer.convert_tokens_to_ids("<|im_user|>")
-    sample = SamplePreparer(tokenizer, stop_ids=[stop]).prepare(record)
+    [sample] = SamplePreparer(tokenizer, stop_ids=[stop]).prepare(record)
     assert masked(tokenizer, sample) == ["b<|im_user|>", "d"]
 
 
@@ -319,9 +322,9 @@ def test_the_role_developer_becomes_system_unless_the_template_knows_it():
 def test_settings_reach_the_template_and_those_of_the_row_win():
     tokenizer = make_tokenizer("{{ mood }}" + CHATML)
     messages = [user("a"), assistant("b")]
-    preparer = SamplePreparer(tokenizer, template_kwargs={"mood": "calm"})
-    run = preparer.prepare(Conversation("1", "f:1", messages))
-    row = preparer.prepare(Conversation("2", "f:2", messages, template_kwargs={"mood": "wild"}))
+    preparer = SamplePreparer(tokenizer, Preparation({"mood": "calm"}))
+    [run] = preparer.prepare(Conversation("1", "f:1", messages))
+    [row] = preparer.prepare(Conversation("2", "f:2", messages, template_kwargs={"mood": "wild"}))
     assert [tokenizer.decode(s.input_ids[:5]).split("<")[0] for s in (run, row)] == ["calm", "wild"]
 
 
@@ -383,7 +386,7 @@ def test_a_tokenizer_with_rendering_code_of_its_own_is_asked_and_not_its_markers
 
 def test_reserved_settings_are_refused():
     with pytest.raises(InputError, match="template_kwargs: chat_template cannot be set here"):
-        SamplePreparer(None, template_kwargs={"chat_template": "{{ x }}"})
+        SamplePreparer(None, Preparation({"chat_template": "{{ x }}"}))
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<"), max_size=12)
@@ -403,6 +406,9 @@ TOKENIZERS = {
 def test_any_conversation_trains_on_what_the_assistant_says(name, turns):
     tokenizer, end = TOKENIZERS[name]
     messages = [{"role": role, "content": text} for role, text in turns]
+    if not any(role == "assistant" for role, _ in turns):
+        assert isinstance(prepare(tokenizer, messages), Excluded)
+        return
     runs = trained_on(tokenizer, messages)
     expected = [text + end for role, text in turns if role == "assistant"]
     # A header's newline may share a token with a newline that the content begins with.

@@ -90,10 +90,10 @@ def test_a_tokenizer_from_disk_and_another_chat_template(tmp_path):
     make_tokenizer(CHATML, eos="<|im_end|>").save_pretrained(tmp_path / "model")
     record = Conversation("id", "f:1", [user("a"), assistant("b")])
     tokenizer = load_tokenizer(str(tmp_path / "model"))
-    assert masked(tokenizer, SamplePreparer(tokenizer).prepare(record)) == ["b<|im_end|>"]
+    assert masked(tokenizer, *SamplePreparer(tokenizer).prepare(record)) == ["b<|im_end|>"]
     (tmp_path / "llama.jinja").write_text(LLAMA3)
     tokenizer = load_tokenizer(str(tmp_path / "model"), chat_template=tmp_path / "llama.jinja")
-    assert masked(tokenizer, SamplePreparer(tokenizer).prepare(record)) == ["b<|eot_id|>"]
+    assert masked(tokenizer, *SamplePreparer(tokenizer).prepare(record)) == ["b<|eot_id|>"]
 
 
 def test_a_tokenizer_or_template_that_cannot_be_read(tmp_path):

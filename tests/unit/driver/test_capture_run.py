@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fake_server import FakeServer, Lines, make_sample
 
-from sglang_hs_capture.data.records import InputProblem
+from sglang_hs_capture.data.records import Excluded, Exclusion, InputProblem
 from sglang_hs_capture.driver import client, delivery, pump
 from sglang_hs_capture.driver.delivery import DeliverySettings
 from sglang_hs_capture.driver.intake import OnBadInput
@@ -238,12 +238,23 @@ async def run_with(target: RunningServers, lines: list[Any], directory: Path) ->
     return await CaptureRun(target, lines, RunSettings(directory), Lines()).run()
 
 
-@pytest.mark.parametrize(("limit", "said"), [(None, "the server's longest prompt, 100"), (50, "--max-length, 50")])
-def test_a_prompt_that_is_too_long_is_bad_input(tmp_path, limit, said):
+def test_a_prompt_that_is_too_long_for_the_server_is_bad_input(tmp_path):
     lines = [make_sample("a"), make_sample("b", length=101, line=2)]
-    summary, server, _ = run(tmp_path, lines, on_bad_input=OnBadInput.SKIP, max_length=limit)
+    summary, server, _ = run(tmp_path, lines, on_bad_input=OnBadInput.SKIP)
     assert (summary.captured, len(server.requests)) == (1, 1)
-    assert said in str(summary.skipped[0])
+    assert "the server's longest prompt, 100" in str(summary.skipped[0])
+
+
+def test_what_the_settings_leave_out_is_counted_and_stops_nothing(tmp_path):
+    left_out = [Excluded("data.jsonl:2", Exclusion.TOO_LONG, "b"), Excluded("data.jsonl:3", Exclusion.NO_LOSS, "c")]
+    lines = [replace(make_sample("a"), cut=7), *left_out, make_sample("d", line=4)]
+    summary, _, view = run(tmp_path, lines)
+    assert (summary.exit_code, summary.asked, summary.captured, summary.truncated) == (0, 4, 2, 1)
+    assert summary.excluded == {"too-long": 1, "no-loss": 1}
+    assert view.snapshots[-1].done == 4
+    assert ids(tmp_path) == ["a", "d"]
+    again, server, _ = run(tmp_path, lines)
+    assert (server.requests, again.already, again.truncated) == ([], 2, 1)
 
 
 def test_an_id_captured_from_other_tokens_is_bad_input(tmp_path):

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from sglang_hs_capture.data.records import InputProblem
+from sglang_hs_capture.data.records import Exclusion, InputProblem
 from sglang_hs_capture.driver import progress
 from sglang_hs_capture.driver.progress import BarView, LineView, Rates, Snapshot, make_view
-from sglang_hs_capture.driver.summary import SHOWN_PROBLEMS, Summary
+from sglang_hs_capture.driver.summary import EXCLUDED_FOR, SHOWN_PROBLEMS, Summary
 
 SNAPSHOT = Snapshot(done=3, in_flight=7, tokens=2000, rows=1234, bytes=2_340_000_000, blocked_s=1.25, disk_wait_s=0.75)
 DETAIL = "1,234 rows, 2.34 GB, 0 tok/s, 0.000 GB/s, 7 in flight, ring full 1.2 s, disk wait 0.8 s"
@@ -81,6 +81,15 @@ def test_the_summary_says_what_was_done_in_words():
     assert (again["captured"], again["tokens_per_s"], again["dropped"][0]["sample_id"]) == (4, 4000.0, "x")
 
 
+def test_the_summary_counts_what_the_settings_left_out_by_reason():
+    summary = Summary("/d", asked=7, captured=1, seconds=1.0, truncated=2)
+    summary.excluded = {Exclusion.TOO_LONG: 1, Exclusion.NO_LOSS: 4}
+    assert "Excluded 5 samples: 1 longer than --max-length, 4 without a token to train on." in summary.lines()
+    assert "Cut 2 samples to --max-length." in summary.lines()
+    assert json.loads(json.dumps(summary.to_json()))["excluded"] == {"too-long": 1, "no-loss": 4}
+    assert set(EXCLUDED_FOR) == set(Exclusion)
+
+
 def test_a_long_list_is_cut():
     summary = Summary("/d", asked=100, seconds=1.0, skipped=[InputProblem(f"f:{i}", "bad") for i in range(100)])
     lines = summary.lines()
@@ -91,6 +100,11 @@ def test_a_long_list_is_cut():
 def test_nothing_left_to_do_is_said():
     assert Summary("/d").lines() == ["Nothing to do: the input holds no sample."]
     assert Summary("/d", asked=2, already=2).lines() == ["Nothing left to do: all 2 samples of the input are in /d."]
+    excluded = Summary("/d", asked=2, excluded={Exclusion.TOO_LONG: 2})
+    assert excluded.lines() == [
+        "Nothing to do: every sample of the input is excluded.",
+        "Excluded 2 samples: 2 longer than --max-length.",
+    ]
     skipped = Summary("/d", asked=2, already=1, skipped=[InputProblem("f:1", "bad")])
     assert skipped.lines() == [
         "Nothing left to do: all 1 sample of the input are in /d, and 1 line skipped.",
