@@ -1,47 +1,30 @@
 """The loss mask: the tokens that the assistant produces, the end of its turn included, and no others.
 
-What the assistant said is found in the rendered text, either from the template's own ``{% generation %}`` markers or by
-rendering growing prefixes of the conversation, and then carried over to the tokens.
-
-Prefix rendering finds an assistant turn between the conversation up to it, with the header that asks for an answer
-(``add_generation_prompt``), and the conversation up to and with it. Both must be how the whole conversation begins. A
-template that renders earlier turns differently once later ones follow (Qwen3 drops their reasoning) breaks this; there
-the mask cannot be told, and an error says so.
+What is trained on comes as places in a text (``passages.py``) and is carried over to the text's tokens here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from sglang_hs_capture.data.records import BadRow, Conversation, LossMask, Message, TokenIds, shown
+from sglang_hs_capture.data.records import BadRow, LossMask, TokenIds
 from sglang_hs_capture.data.template import ChatTemplate, Offsets, Span
 
-_REWRITES = (
-    "the chat template renders earlier turns differently once later ones follow (at messages[{index}]), so the "
-    "assistant's tokens cannot be told apart; split the conversation into one row per assistant turn, or use a chat "
-    "template with generation markers"
-)
-_TAIL_CHARACTERS = 24
 
-
-def tokenize(template: ChatTemplate, conversation: Conversation, stop_ids: frozenset[int]) -> tuple[TokenIds, LossMask]:
-    """Token ids int64 ``[S]`` and loss mask uint8 ``[S]`` of a conversation.
+def tokenize(
+    template: ChatTemplate, text: str, spans: Iterable[Span], stop_ids: frozenset[int]
+) -> tuple[TokenIds, LossMask]:
+    """Token ids int64 ``[S]`` and loss mask uint8 ``[S]`` of a text.
 
     Args:
-        template: the model's chat template.
-        conversation: with any number of assistant turns; without one the mask is all zero.
+        template: the model's chat template, with its tokenizer.
+        text: what it rendered.
+        spans: what of the text is trained on, in characters.
         stop_ids: tokens that end an assistant's turn.
 
     Raises:
-        BadRow: the template rejects the conversation, leaves tool calls out, or rewrites earlier turns.
+        BadRow: the text cannot be encoded, or has no tokens.
     """
-    marked = template.render_marked(conversation)
-    if marked is not None and _plausible(*marked, conversation.messages):
-        text, spans = marked
-    else:
-        text = template.render(conversation)
-        spans = prefix_spans(template, conversation, text)
-    _check_tool_calls(text, spans, conversation.messages)
     input_ids, offsets = template.encode_with_offsets(text)
     if not len(input_ids):
         raise BadRow("the chat template renders the conversation to no tokens")
@@ -53,77 +36,6 @@ def tokenize(template: ChatTemplate, conversation: Conversation, stop_ids: froze
     for start, end in runs:
         mask[start : _settle_end(input_ids, start, end, stop_ids, template.is_blank)] = 1
     return input_ids, mask
-
-
-def prefix_spans(template: ChatTemplate, conversation: Conversation, text: str) -> list[Span]:
-    """Where the assistant's turns are in ``text``, the rendered conversation, found by rendering its prefixes.
-
-    A span begins after the turn's header and ends where the turn does, with its end-of-turn marker.
-
-    Raises:
-        BadRow: the template rejects a prefix, or rewrites earlier turns.
-    """
-    messages = conversation.messages
-    spans = []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        whole = text if index + 1 == len(messages) else template.render(conversation, messages[: index + 1])
-        if not text.startswith(whole):
-            raise BadRow(_REWRITES.format(index=index))
-        start = _turn_start(template, conversation, index, text)
-        spans.append((start, max(start, len(whole))))
-    return spans
-
-
-def _turn_start(template: ChatTemplate, conversation: Conversation, index: int, text: str) -> int:
-    """Where the words of message ``index``, an assistant's, begin: after what the engine would put there itself."""
-    before = conversation.messages[:index]
-    history = template.render(conversation, before) if before else ""
-    if not text.startswith(history):
-        raise BadRow(_REWRITES.format(index=index))
-    prompted = template.render(conversation, before, generation_prompt=True) if before else history
-    if prompted != history and text.startswith(prompted):
-        return len(prompted)
-    # The template ignores add_generation_prompt, has no header, or one that differs from a finished turn's (it opens a
-    # reasoning block, say, that the turn lacks). Two turns that begin differently show what they all begin with.
-    probes = [[*before, {"role": "assistant", "content": content}] for content in ("A", "B")]
-    header = min(_common_prefix(template.render(conversation, probe), text) for probe in probes)
-    return max(len(history), header, _common_prefix(prompted, text))
-
-
-def _common_prefix(left: str, right: str) -> int:
-    low, high = 0, min(len(left), len(right))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if right.startswith(left[:middle]):
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _plausible(text: str, spans: Sequence[Span], messages: Sequence[Message]) -> bool:
-    """Whether the marked spans hold what the assistant said, as far as spans and turns can be paired."""
-    contents = [message["content"] for message in messages if message["role"] == "assistant"]
-    if contents and not spans:
-        return False
-    if len(spans) != len(contents):
-        return all(0 <= start <= end <= len(text) for start, end in spans)
-    tails = [content.strip()[-_TAIL_CHARACTERS:] for content in contents]
-    return all(tail in text[start:end] for tail, (start, end) in zip(tails, spans, strict=True))
-
-
-def _check_tool_calls(text: str, spans: Sequence[Span], messages: Sequence[Message]) -> None:
-    """Refuse a template that silently leaves tool calls out: an empty turn would be trained on in their place."""
-    for index, message in enumerate(messages):
-        for call in message.get("tool_calls", ()):
-            name = call["function"]["name"]
-            if not any(name in text[start:end] for start, end in spans):
-                raise BadRow(
-                    f"messages[{index}]: the chat template leaves out the call of the tool {shown(name)}; use one that "
-                    "supports tool calls"
-                )
 
 
 def _run_by_offsets(offsets: Offsets, span: Span) -> Span:

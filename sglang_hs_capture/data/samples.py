@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from sglang_hs_capture.data.conversations import check_template_kwargs, iter_records
+from sglang_hs_capture.data.conversations import MAX_ID_CHARACTERS, check_template_kwargs, iter_records
 from sglang_hs_capture.data.limits import fitted, last_run
 from sglang_hs_capture.data.loss_mask import tokenize
+from sglang_hs_capture.data.passages import find_passages
 from sglang_hs_capture.data.preparation import LossOn, Preparation
 from sglang_hs_capture.data.records import BadRow, Conversation, InputProblem, Prepared, Record, Sample, shown
 from sglang_hs_capture.data.template import ChatTemplate
@@ -65,8 +66,13 @@ class SamplePreparer:
 
     def _tokenised(self, record: Conversation) -> list[Sample]:
         template = self._chat_template(record.source)
-        input_ids, mask = tokenize(template, record, template.stop_ids | self._more_stop_ids)
-        return [Sample(record.id, record.source, input_ids, mask)]
+        passages = find_passages(template, record, self._preparation)
+        samples = []
+        for passage in passages:
+            input_ids, mask = tokenize(template, passage.text, passage.spans, template.stop_ids | self._more_stop_ids)
+            sample_id = record.id if len(passages) == 1 else _turn_id(record.id, passage.turn)
+            samples.append(Sample(sample_id, record.source, input_ids, mask))
+        return samples
 
     def _chat_template(self, source: str) -> ChatTemplate:
         if self._tokenizer is None:
@@ -76,6 +82,14 @@ class SamplePreparer:
         if self._template is None:
             self._template = ChatTemplate(self._tokenizer, self._kwargs)
         return self._template
+
+
+def _turn_id(record_id: str, turn: int) -> str:
+    """The id of one of several samples of a conversation, the last turn of which is given."""
+    sample_id = f"{record_id}#turn-{turn}"
+    if len(sample_id) > MAX_ID_CHARACTERS:
+        raise BadRow(f"id: the ids of the conversation's turns would be longer than {MAX_ID_CHARACTERS} characters")
+    return sample_id
 
 
 def iter_samples(

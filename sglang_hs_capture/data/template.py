@@ -3,13 +3,15 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from sglang_hs_capture.data.messages import with_names_in_ids
+from sglang_hs_capture.data.message_form import REASONING_KEYS, MessageForm
+from sglang_hs_capture.data.reasoning import CLOSE, OPEN
 from sglang_hs_capture.data.records import BadRow, Conversation, Message, TokenIds, one_line
 from sglang_hs_capture.errors import InputError
 
@@ -20,6 +22,7 @@ _Rendered = TypeVar("_Rendered")
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _PROBE = "probe0of0the0end0of0a0turn"
 _EXCHANGE = Conversation("", "", [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}])
+_CALL = {"id": "probe0id", "type": "function", "function": {"name": "probe0name", "arguments": {}}}
 _HOW_ELSE = "pass rows tokenised before (input_ids and loss_mask), or --chat-template FILE"
 
 
@@ -60,11 +63,13 @@ def read_stop_ids(model_path: str) -> frozenset[int]:
 class ChatTemplate:
     """Renders conversations with a tokenizer's chat template.
 
-    Three things are put into one form before the template sees them. The role ``developer`` becomes ``system`` unless
+    Some things are put into one form before the template sees them. The role ``developer`` becomes ``system`` unless
     the template's source mentions it, since many templates silently drop roles that they do not know. The arguments of
     tool calls are given as objects, as SGLang's own chat endpoint does; a template that cannot take them, such as
     DeepSeek-V3's, gets their JSON text. A template that shows the id of a tool call but not its name, as Kimi's do,
-    gets ids that hold the name. Settings of the run are overridden by the row's own ``chat_template_kwargs``.
+    gets ids that hold the name. Reasoning is given under the key that the template looks for, also when it is written
+    out in the content and the template does not take it from there itself. Settings of the run are overridden by the
+    row's own ``chat_template_kwargs``.
     """
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -82,8 +87,9 @@ class ChatTemplate:
             raise InputError(f"the model's tokenizer has no chat template: {_HOW_ELSE}")
         self._source = "".join(source.values()) if isinstance(source, dict) else str(source or "")
         self._check_text_form()
-        self._names_in_ids = False
-        self._names_in_ids = self._shows_ids_without_names()
+        self._form = MessageForm(keep_developer="developer" in self._source)
+        self._form = replace(self._form, names_in_ids=self._shows_ids_without_names())
+        self._form = self._with_reasoning()
         self._marked = self._has_good_markers()
         self.stop_ids = self._find_stop_ids()
 
@@ -174,14 +180,11 @@ class ChatTemplate:
         return {**self._kwargs, **conversation.template_kwargs}
 
     def _try(self, apply: Callable[[list[Message]], _Rendered], messages: Sequence[Message]) -> _Rendered:
-        keep_developer = "developer" in self._source
-        if self._names_in_ids:
-            messages = with_names_in_ids(messages)
         try:
             try:
-                return apply([_prepared(message, keep_developer, as_text=False) for message in messages])
+                return apply(self._form.apply(messages, arguments_as_text=False))
             except TypeError:
-                return apply([_prepared(message, keep_developer, as_text=True) for message in messages])
+                return apply(self._form.apply(messages, arguments_as_text=True))
         except ImportError:
             raise
         except Exception as error:  # a template is foreign code: what it raises cannot be listed
@@ -213,16 +216,26 @@ class ChatTemplate:
             )
 
     def _shows_ids_without_names(self) -> bool:
-        call = {"id": "probe0id", "type": "function", "function": {"name": "probe0name", "arguments": {}}}
-        asked: list[Message] = [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-        ]
-        try:
-            text = self.render(Conversation("", "", asked))
-        except BadRow:  # each conversation will say why
-            return False
+        text = self._shown({"role": "assistant", "content": "", "tool_calls": [_CALL]})
         return "probe0id" in text and "probe0name" not in text
+
+    def _with_reasoning(self) -> MessageForm:
+        """The form with the place of reasoning; where the template shows none it does not matter."""
+        written = f"{OPEN}{_PROBE}{CLOSE}x"
+        for key in REASONING_KEYS:
+            calling = self._shown({"role": "assistant", "content": "", key: _PROBE, "tool_calls": [_CALL]})
+            answering = self._shown({"role": "assistant", "content": "x", key: _PROBE})
+            if _PROBE in calling + answering:
+                lift = written in self._shown({"role": "assistant", "content": written})
+                return replace(self._form, reasoning_key=key, lift_reasoning=lift)
+        return self._form
+
+    def _shown(self, message: Message) -> str:
+        """How a turn after a question is rendered; empty if the template rejects it."""
+        try:
+            return self.render(Conversation("", "", [{"role": "user", "content": "x"}, message]))
+        except BadRow:  # each conversation will say why
+            return ""
 
     def _has_good_markers(self) -> bool:
         """Whether the template marks what the assistant says, and where: inside a macro jinja's positions are wrong."""
@@ -247,25 +260,3 @@ class ChatTemplate:
         if not present:
             return frozenset(found)
         return frozenset(found.union(control.intersection(self.encode(after.lstrip())[:1].tolist())))
-
-
-def _prepared(message: Message, keep_developer: bool, *, as_text: bool) -> Message:
-    prepared = dict(message)
-    if message["role"] == "developer" and not keep_developer:
-        prepared["role"] = "system"
-    if "tool_calls" in message:
-        prepared["tool_calls"] = [_prepared_call(call, as_text) for call in message["tool_calls"]]
-    return prepared
-
-
-def _prepared_call(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
-    arguments = call["function"]["arguments"]
-    if as_text and not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    elif not as_text and isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments)
-        except (ValueError, RecursionError):
-            parsed = None
-        arguments = parsed if isinstance(parsed, dict) else arguments
-    return {**call, "function": {**call["function"], "arguments": arguments}}

@@ -26,7 +26,7 @@ from chat_templates import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hs_capture.data.preparation import Preparation
+from sglang_hs_capture.data.preparation import Preparation, SplitTurns
 from sglang_hs_capture.data.records import Conversation, Excluded, Exclusion, InputProblem, Prepared, Sample
 from sglang_hs_capture.data.samples import SamplePreparer
 from sglang_hs_capture.errors import InputError
@@ -202,17 +202,19 @@ def test_reasoning_of_the_last_turn_is_trained_on_with_qwen3():
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_a_template_that_rewrites_earlier_turns_is_a_problem_of_the_sample(slow):
+def test_a_template_that_rewrites_earlier_turns_is_a_problem_of_the_sample_if_it_is_not_split(slow):
     messages = [user("a"), assistant("b", reasoning_content="hm"), user("c"), assistant("d")]
-    problem = prepare(make_tokenizer(QWEN3, slow=slow), messages)
+    preparer = SamplePreparer(make_tokenizer(QWEN3, slow=slow), Preparation(split_turns=SplitTurns.NEVER))
+    [problem] = preparer.prepare(Conversation("id", "f.jsonl:1", messages))
     assert isinstance(problem, InputProblem)
     assert "renders earlier turns differently" in problem.reason
     assert "messages[1]" in problem.reason
+    assert "--split-turns auto" in problem.reason
     assert (problem.source, problem.sample_id) == ("f.jsonl:1", "id")
 
 
 def test_a_header_that_opens_reasoning_which_the_turn_lacks():
-    assert trained_on(make_tokenizer(DEEPSEEK_R1), [user("a"), assistant("<think>\nhm</think>b")]) == ["b</s>"]
+    assert trained_on(make_tokenizer(DEEPSEEK_R1), [user("a"), assistant("b")]) == ["b</s>"]
 
 
 def test_a_generation_prompt_that_differs_from_the_headers_of_finished_turns():
@@ -263,11 +265,16 @@ def test_markers_that_a_row_switches_off_are_replaced_by_prefixes():
         assert masked(tokenizer, sample) == ["b<|im_end|>", "d<|im_end|>"]
 
 
-def test_a_template_whose_earlier_turns_end_differently_is_a_problem_of_the_sample():
-    template = CHATML + "{% if messages[-1].role == 'user' and not add_generation_prompt %}waiting{% endif %}"
+def test_what_a_template_adds_to_a_conversation_that_waits_matters_only_in_the_prompt():
+    waiting = "{% if messages[-1].role == 'user' and not add_generation_prompt %}waiting{% endif %}"
+    assert trained_on(make_tokenizer(CHATML + waiting), [user("a"), assistant("b")]) == ["b<|im_end|>"]
+
+
+def test_a_template_that_changes_the_whole_conversation_with_each_turn_is_a_problem_of_the_sample():
+    template = "{% for m in messages %}{{ m.role ~ m.content ~ messages | length ~ '<|im_end|>' }}{% endfor %}"
     problem = prepare(make_tokenizer(template), [user("a"), assistant("b")])
     assert isinstance(problem, InputProblem)
-    assert "renders earlier turns differently" in problem.reason
+    assert "what comes before messages[1] differently" in problem.reason
 
 
 @pytest.mark.parametrize("kind", ["fast", "slow", "trimmed offsets"])

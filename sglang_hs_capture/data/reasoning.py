@@ -1,0 +1,81 @@
+"""Reasoning that a chat template leaves out of a finished turn, put back as the model wrote it.
+
+A message has its reasoning in ``reasoning_content``, or written out in its content as ``<think>...</think>``. The
+templates of Kimi-K2-Thinking, Kimi-K2.5, DeepSeek-R1 and DeepSeek-V3.1 leave it out of every finished answer, so that a
+conversation rendered by them does not hold what the model wrote. Their prompts and their empty reasoning blocks show
+where it belongs.
+"""
+
+import re
+
+from sglang_hs_capture.data.records import Message
+
+OPEN, CLOSE = "<think>", "</think>"
+_OPENED = re.compile(rf"{OPEN}(\s*)$")
+_WRITTEN = re.compile(rf"\s*{OPEN}(.*?){CLOSE}(.*)", re.DOTALL)
+_PROBE = "probe0of0the0reasoning"
+
+
+def reasons(message: Message) -> bool:
+    """Whether a message has reasoning that is not blank."""
+    if message.get("reasoning_content", "").strip():
+        return True
+    return bool(message["content"].partition(CLOSE)[0].removeprefix(OPEN).strip()) and CLOSE in message["content"]
+
+
+def lifted(message: Message) -> Message:
+    """The message with reasoning that opens its content moved to ``reasoning_content``."""
+    written = _WRITTEN.fullmatch(message["content"]) if "reasoning_content" not in message else None
+    if written is None:
+        return message
+    return {**message, "reasoning_content": written.group(1), "content": written.group(2)}
+
+
+def probed(message: Message) -> tuple[Message, str]:
+    """The message with other reasoning, and the text by which that is found in what is rendered."""
+    if message.get("reasoning_content", "").strip():
+        return {**message, "reasoning_content": _PROBE}, _PROBE
+    answer = message["content"].partition(CLOSE)[2]
+    return {**message, "content": f"{OPEN}{_PROBE}{CLOSE}{answer}"}, _PROBE
+
+
+def with_reasoning(message: Message, opening: str, answer: str | None, body: str) -> str | None:
+    """What the model wrote after a prompt, with its reasoning.
+
+    Args:
+        message: a turn with reasoning that its template left out.
+        opening: the header that asks for an answer, with which the prompt ends.
+        answer: what the template shows after the prompt; None if the finished turn does not begin with it.
+        body: the turn as the template shows it, without any header.
+
+    Returns:
+        None if nothing shows where the reasoning belongs.
+    """
+    opened = _OPENED.search(opening)
+    if answer is None:
+        return _before(message, str(opened.group(1)), body) if opened else None
+    if answer.startswith(OPEN + CLOSE):
+        return OPEN + _reasoning(message) + answer.removeprefix(OPEN)
+    if opened and answer.startswith(CLOSE):
+        return _reasoning(message) + answer
+    return None
+
+
+def _reasoning(message: Message) -> str:
+    return str(lifted(message).get("reasoning_content", ""))
+
+
+def _before(message: Message, space: str, body: str) -> str | None:
+    """Reasoning before an answer, after a prompt that opened it with ``<think>`` and ``space``."""
+    if message.get("reasoning_content", "").strip():
+        # Models whose prompt breaks the line after the tag do so before and after the closing one too.
+        closing = f"\n{CLOSE}\n\n" if "\n" in space else CLOSE
+        return str(message["reasoning_content"]).strip("\n" if space else "") + closing + body
+    content = message["content"]
+    for found in re.finditer(CLOSE, content):
+        answer = content[found.end() :]
+        if body.lstrip().startswith(answer.strip()):
+            gap = answer[: len(answer) - len(answer.lstrip())]
+            thought = str(content[: found.start()]).lstrip().removeprefix(OPEN).removeprefix(space)
+            return thought + CLOSE + ("" if body.startswith(gap) else gap) + body
+    return None
