@@ -10,6 +10,8 @@ import numpy as np
 from sglang_hs_capture.data.records import BadRow, LossMask, TokenIds
 from sglang_hs_capture.data.template import ChatTemplate, Offsets, Span
 
+_MOST_DIFFERING = 16
+
 
 def tokenize(
     template: ChatTemplate, text: str, spans: Iterable[Span], stop_ids: frozenset[int]
@@ -29,7 +31,8 @@ def tokenize(
     if not len(input_ids):
         raise BadRow("the chat template renders the conversation to no tokens")
     if offsets is None:
-        runs = [_run_by_prefixes(template, text, span, input_ids) for span in spans]
+        prefixes = _Prefixes(template, text, input_ids)
+        runs = [prefixes.run(span) for span in spans]
     else:
         runs = [_run_by_offsets(offsets, span) for span in spans]
     mask = np.zeros(len(input_ids), dtype=np.uint8)
@@ -45,31 +48,60 @@ def _run_by_offsets(offsets: Offsets, span: Span) -> Span:
     return first, max(first, last)
 
 
-def _run_by_prefixes(template: ChatTemplate, text: str, span: Span, input_ids: TokenIds) -> Span:
-    """The tokens that share a character with ``span``, for a tokenizer that does not tell where its tokens are."""
-    first, _ = _tokens_before(template, text[: span[0]], input_ids)
-    last, exact = _tokens_before(template, text[: span[1]], input_ids)
-    return first, max(first, last if exact else last + 1)
+class _Prefixes:
+    """Finds tokens by their text, for a tokenizer that does not tell where its tokens are.
 
-
-def _tokens_before(template: ChatTemplate, head: str, input_ids: TokenIds) -> tuple[int, bool]:
-    """How many of ``input_ids`` lie wholly in ``head``, the beginning of their text, and whether they make it up.
-
-    The beginning alone may end with other tokens than the same characters do in the whole text (two newlines before a
-    word are two tokens, and one at the end), so the last few are compared by their text.
+    A beginning of the text is encoded anew and compared with the tokens of the whole. That goes on from the last place
+    at which both were alike, so that a text with many turns is not encoded over and over.
     """
-    alone = template.encode(head)
-    length = min(len(alone), len(input_ids))
-    differing = np.flatnonzero(alone[:length] != input_ids[:length])
-    same = int(differing[0]) if len(differing) else length
-    rest = template.decode(alone[same:])
-    if not rest:
-        return same, True
-    most = min(len(input_ids), same + len(rest.encode("utf-8")))
-    for count in range(most, same, -1):
-        if rest.startswith(piece := template.decode(input_ids[same:count])):
-            return count, piece == rest
-    return same, False
+
+    def __init__(self, template: ChatTemplate, text: str, input_ids: TokenIds) -> None:
+        self._template, self._text, self._input_ids = template, text, input_ids
+        self._place, self._tokens = 0, 0
+
+    def run(self, span: Span) -> Span:
+        """The tokens that share a character with ``span``."""
+        first, _ = self._before(span[0])
+        last, exact = self._before(span[1])
+        return first, max(first, last if exact else last + 1)
+
+    def _before(self, place: int) -> tuple[int, bool]:
+        """How many tokens lie wholly before ``place``, and whether they make up all that is before it."""
+        if place < self._place:
+            self._place, self._tokens = 0, 0
+        alone = self._template.encode(self._text[self._place : place])
+        same = _length_in_common(alone, self._input_ids[self._tokens :])
+        if self._place and len(alone) - same > _MOST_DIFFERING:
+            # What came before has a say in how the text that follows it is divided.
+            self._place, self._tokens = 0, 0
+            alone = self._template.encode(self._text[:place])
+            same = _length_in_common(alone, self._input_ids)
+        count, exact = _reached(self._template, alone[same:], self._input_ids[self._tokens + same :])
+        count += self._tokens + same
+        if exact:
+            self._place, self._tokens = place, count
+        return count, exact
+
+
+def _length_in_common(left: TokenIds, right: TokenIds) -> int:
+    length = min(len(left), len(right))
+    differing = np.flatnonzero(left[:length] != right[:length])
+    return int(differing[0]) if len(differing) else length
+
+
+def _reached(template: ChatTemplate, rest: TokenIds, input_ids: TokenIds) -> tuple[int, bool]:
+    """How many of ``input_ids`` lie wholly in the text of ``rest``, with which theirs begins, and whether they fill it.
+
+    A beginning alone may end with other tokens than the same characters do in the whole text: two newlines before a
+    word are two tokens, and one at the end.
+    """
+    text = template.decode(rest)
+    if not text:
+        return 0, True
+    for count in range(min(len(input_ids), len(text.encode("utf-8"))), 0, -1):
+        if text.startswith(piece := template.decode(input_ids[:count])):
+            return count, piece == text
+    return 0, False
 
 
 def _settle_end(
