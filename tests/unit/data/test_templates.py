@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_templates import assistant, call, masked, system, tool, user
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from template_styles import STYLES, THINKING_STYLES, Style, style_tokenizer, token_bytes
 
 from sglang_hs_capture.data.preparation import Preparation
@@ -196,3 +198,46 @@ def test_templates_that_want_roles_in_turn_say_so(name):
     [result] = prepare(name, IN_A_ROW["in a row"])
     assert isinstance(result, InputProblem)
     assert "roles must alternate" in result.reason
+
+
+PIECES = [
+    "\n",
+    " ",
+    "  x",
+    "return",
+    "😀",
+    "👨‍👩‍👧",
+    "二十",
+    "é",
+    "e\u0301",
+    "\u200d",
+    "<",
+    "assistant",
+    '"',
+    "{",
+    "\t",
+]
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> tuple[str, Turns]:
+    name = draw(st.sampled_from(sorted(ALL_STYLES)))
+    style = ALL_STYLES[name]
+    controls = [control for control in style.controls if "think" not in control]
+    text = st.lists(st.sampled_from([*PIECES, *controls]) | st.characters(exclude_categories=["Cs"]), max_size=6)
+    turns = [system("".join(draw(text)))] if style.system and draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 4))):
+        turns.append(user(f"q{''.join(draw(text))}"))
+        for _ in range(draw(st.integers(1, 2)) if style.in_a_row and name not in ALWAYS_THINKING else 1):
+            turn = assistant("".join(draw(text)))
+            if name in ALWAYS_THINKING or (name in THINKING_STYLES and draw(st.booleans())):
+                turn["reasoning_content"] = f"so {''.join(draw(text))}."
+            turns.append(turn)
+    return name, turns if draw(st.booleans()) else [*turns, user(f"q{''.join(draw(text))}")]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(conversation=conversations(), kind=st.sampled_from(KINDS))
+def test_any_conversation_is_trained_on_its_answers(conversation, kind):
+    name, turns = conversation
+    check(name, turns, kind, prepare(name, turns, kind), expected(name, turns))
