@@ -31,6 +31,16 @@ def lifted(message: Message) -> Message:
     return {**message, "reasoning_content": written.group(1), "content": written.group(2)}
 
 
+def closes_reasoning(opening: str) -> bool:
+    """Whether the header that asks for an answer says that there is to be no reasoning."""
+    return opening.rstrip().endswith(CLOSE)
+
+
+def without_reasoning(message: Message) -> Message:
+    """The message with nothing but its answer."""
+    return {key: value for key, value in lifted(message).items() if key != "reasoning_content"}
+
+
 def probed(message: Message) -> tuple[Message, str]:
     """The message with other reasoning, and the text by which that is found in what is rendered."""
     if message.get("reasoning_content", "").strip():

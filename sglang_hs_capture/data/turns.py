@@ -9,7 +9,7 @@ from the prompt that a server would have sent and the turn as far as the templat
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang_hs_capture.data.reasoning import probed, reasons, with_reasoning
+from sglang_hs_capture.data.reasoning import closes_reasoning, probed, reasons, with_reasoning, without_reasoning
 from sglang_hs_capture.data.records import BadRow, Conversation, Message, shown
 from sglang_hs_capture.data.template import ChatTemplate
 
@@ -77,10 +77,12 @@ def check_tool_calls(message: Message, index: int, trained: Sequence[str]) -> No
 
 def _find(template: ChatTemplate, conversation: Conversation, number: int, index: int, as_served: bool) -> Turn:
     before, message = conversation.messages[:index], conversation.messages[index]
-    finished = template.render(conversation, [*before, message])
     history = template.render(conversation, before) if before else ""
     prompt = template.render(conversation, before, generation_prompt=True) if before else ""
     opening = prompt[len(history) :] if prompt.startswith(history) else ""
+    if as_served and closes_reasoning(opening):
+        message = without_reasoning(message)
+    finished = template.render(conversation, [*before, message])
     if prompt != history and finished.startswith(prompt):
         text, start = finished, len(prompt)
     elif finished.startswith(history):

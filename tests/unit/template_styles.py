@@ -389,6 +389,10 @@ def _qwen3(message: Message) -> str:
     return f"<think>\n{thought(message)}\n</think>\n\n{answer}"
 
 
+def _qwen3_instant(message: Message) -> str:
+    return _qwen({**message, "content": message["content"].lstrip("\n")})
+
+
 def _mistral_v3(message: Message) -> str:
     calls = [f'{{"name": "{n}", "arguments": {a}, "id": "{i}"}}' for i, n, a in calls_of(message)]
     return (f"[TOOL_CALLS] [{', '.join(calls)}]" if calls else " " + message["content"].strip()) + "</s>"
@@ -477,6 +481,8 @@ THINKING_STYLES = {
     "kimi-k2-thinking": Style(KIMI_K2_THINKING, _KIMI, _kimi_thinking),
     "kimi-k2.5": Style(KIMI_K25, _KIMI, _kimi_k25),
     "qwen3": Style(QWEN_3, _IM, _qwen3, after="\n"),
+    "kimi-k2.5-instant": Style(KIMI_K25, _KIMI, _kimi, kwargs={"thinking": False}),
+    "qwen3-instant": Style(QWEN_3, _IM, _qwen3_instant, after="\n", kwargs={"enable_thinking": False}),
     "gpt-oss": Style(HARMONY, _HARMONY, _harmony, reasoning_key="thinking"),
 }
 
