@@ -96,6 +96,7 @@ class BarView(ProgressView):
 
     def __init__(self, console: Console, total: int | None) -> None:
         self._rates = Rates()
+        self._total = total
         self._bar = _BarAndDetail(
             TextColumn("samples"),
             MofNCompleteColumn(),
@@ -113,7 +114,8 @@ class BarView(ProgressView):
     def update(self, snapshot: Snapshot) -> None:
         tokens_per_s, bytes_per_s = self._rates.update(time.monotonic(), snapshot.tokens, snapshot.bytes)
         self._bar.detail = _detail(snapshot, tokens_per_s, bytes_per_s)
-        self._bar.update(self._task, completed=snapshot.done, visible=True)
+        total = None if self._total is None else max(self._total, snapshot.done)
+        self._bar.update(self._task, total=total, completed=snapshot.done, visible=True)
 
     def close(self) -> None:
         self._bar.stop()
@@ -124,7 +126,7 @@ class LineView(ProgressView):
 
     def __init__(self, stream: IO[str], total: int | None, interval_s: float = PLAIN_INTERVAL_S) -> None:
         self._stream = stream
-        self._total = "" if total is None else f" of {total:,}"
+        self._total = total
         self._interval_s = interval_s
         self._rates = Rates()
         self._next = 0.0
@@ -138,7 +140,8 @@ class LineView(ProgressView):
         if now < self._next:
             return
         self._next = now + self._interval_s
-        self.say(f"{snapshot.done:,}{self._total} samples, {_detail(snapshot, tokens_per_s, bytes_per_s)}")
+        total = "" if self._total is None else f" of {max(self._total, snapshot.done):,}"
+        self.say(f"{snapshot.done:,}{total} samples, {_detail(snapshot, tokens_per_s, bytes_per_s)}")
 
 
 def _detail(snapshot: Snapshot, tokens_per_s: float, bytes_per_s: float) -> str:
@@ -153,7 +156,7 @@ def make_view(total: int | None = None, stream: IO[str] | None = None) -> Progre
     """A bar where the stream is a terminal, lines elsewhere.
 
     Args:
-        total: number of samples of the input; None if it is not known.
+        total: number of samples of the input, or fewer if conversations are split; None if it is not known.
         stream: stderr by default.
     """
     stream = sys.stderr if stream is None else stream

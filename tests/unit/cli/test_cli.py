@@ -356,6 +356,7 @@ def test_inspect_tells_a_session_whose_process_has_ended(capsys, dataset):
     [
         (["--server", "http://127.0.0.1:1", "--ring-gb", "2"], "--ring-gb is a setting of the server"),
         (["--server", "http://127.0.0.1:1", "--device", "cpu"], "--device is a setting of the server"),
+        (["--model", "m", "--overflow", "drop"], "--overflow says what becomes of samples longer than --max-length"),
         (["--model", "m", "--api-key", "k"], "--api-key is for --server"),
     ],
 )
