@@ -25,8 +25,8 @@ def reasons(message: Message) -> bool:
 
 def lifted(message: Message) -> Message:
     """The message with reasoning that opens its content moved to ``reasoning_content``."""
-    written = _WRITTEN.fullmatch(message["content"]) if "reasoning_content" not in message else None
-    if written is None:
+    written = _WRITTEN.fullmatch(message["content"])
+    if written is None or message.get("reasoning_content", "").strip():
         return message
     return {**message, "reasoning_content": written.group(1), "content": written.group(2)}
 

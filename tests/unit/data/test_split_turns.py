@@ -1,11 +1,12 @@
 """Conversations that are split by turn: when, into what, with what ids, and what the model wrote in each."""
 
+import copy
 import json
 import pickle
 
 import pytest
 from chat_templates import CHATML, QWEN3, assistant, call, make_tokenizer, masked, system, tool, user
-from template_styles import THINKING_STYLES, style_tokenizer
+from template_styles import DEEPSEEK_R1, THINKING_STYLES, style_tokenizer
 
 from sglang_hs_capture.data.preparation import LossOn, Overflow, Preparation, SplitTurns
 from sglang_hs_capture.data.records import Conversation, Excluded, Exclusion, InputProblem, Sample
@@ -85,7 +86,34 @@ def test_without_thinking_kimi_k25_answers_after_an_empty_block():
 def test_reasoning_written_out_in_the_content_is_what_the_model_wrote(style, kwargs, written, answer):
     [(name, _, [trained])] = shown(style, prepare(style, [user("a"), assistant(written)], **kwargs))
     assert name == "id"
+    if style.startswith(("kimi", "deepseek")):
+        blank = [user("a"), assistant(written, reasoning_content="")]
+        assert shown(style, prepare(style, blank, **kwargs)) == [(name, _, [trained])]
     assert trained.startswith(answer) if style == "gpt-oss" else trained == answer
+
+
+def test_a_template_that_trims_the_answer_does_not_trim_what_the_model_wrote():
+    trimming = DEEPSEEK_R1.replace("m.content.split('</think>')[-1]", "(m.content.split('</think>')[-1] | trim)")
+    assert trimming != DEEPSEEK_R1
+    tokenizer = copy.copy(style_tokenizer("deepseek-r1"))
+    tokenizer.chat_template = trimming
+    record = Conversation("id", "f:1", [user("a"), assistant("<think>\nhm\n</think>\n\nb")])
+    [sample] = SamplePreparer(tokenizer).prepare(record)
+    assert masked(tokenizer, sample) == [f"hm\n</think>\n\nb{EOS}"]
+
+
+def test_a_header_that_no_prompt_asks_for_is_not_trained_on_where_the_history_changes():
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' ~ loop.revindex ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n' }}"
+    )
+    tokenizer = make_tokenizer(template + "{% endfor %}")
+    samples = SamplePreparer(tokenizer).prepare(Conversation("id", "f:1", TALK))
+    assert [tokenizer.decode(sample.input_ids) for sample in samples] == [
+        "<|im_start|>1user\na<|im_end|>\n<|im_start|>1assistant\nb<|im_end|>\n",
+        "<|im_start|>3user\na<|im_end|>\n<|im_start|>2assistant\nb<|im_end|>\n<|im_start|>1user\nc<|im_end|>\n"
+        "<|im_start|>1assistant\nd<|im_end|>\n",
+    ]
+    assert [masked(tokenizer, sample) for sample in samples] == [["b<|im_end|>"], ["d<|im_end|>"]]
 
 
 def test_the_history_of_deepseek_r1_is_shown_without_reasoning():
