@@ -83,7 +83,8 @@ def _find(template: ChatTemplate, conversation: Conversation, number: int, index
     if as_served and closes_reasoning(opening):
         message = without_reasoning(message)
     finished = template.render(conversation, [*before, message])
-    if prompt != history and finished.startswith(prompt):
+    opens = prompt != history and finished.startswith(prompt)
+    if opens and not _looks_like(template, conversation, before, message, prompt, opening):
         text, start = finished, len(prompt)
     elif finished.startswith(history):
         # The template ignores add_generation_prompt, has no header, or one that differs from a finished turn's.
@@ -100,6 +101,21 @@ def _find(template: ChatTemplate, conversation: Conversation, number: int, index
         if restored is not None:
             text, start = prompt + restored, len(prompt)
     return Turn(number, index, text, start)
+
+
+def _looks_like(
+    template: ChatTemplate,
+    conversation: Conversation,
+    before: list[Message],
+    message: Message,
+    prompt: str,
+    opening: str,
+) -> bool:
+    """Whether a turn without the prompt's header only seems to have it, as its content begins with the same text."""
+    if not message["content"].lstrip().startswith(opening.strip()):
+        return False
+    other = {**message, "content": "A"}
+    return not template.render(conversation, [*before, other]).startswith(prompt)
 
 
 def _words_start(

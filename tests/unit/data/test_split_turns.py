@@ -116,6 +116,13 @@ def test_a_header_that_no_prompt_asks_for_is_not_trained_on_where_the_history_ch
     assert [masked(tokenizer, sample) for sample in samples] == [["b<|im_end|>"], ["d<|im_end|>"]]
 
 
+def test_content_that_looks_like_the_header_is_content():
+    messages = [user("a"), assistant("b"), assistant("<｜Assistant｜>")]
+    whole = f"{BOS}<｜User｜>a<｜Assistant｜>b{EOS}<｜Assistant｜>{EOS}"
+    [(name, text, [trained])] = shown("deepseek-v3", prepare("deepseek-v3", messages))
+    assert (name, text, trained) == ("id", whole, f"b{EOS}<｜Assistant｜>{EOS}")
+
+
 def test_the_history_of_deepseek_r1_is_shown_without_reasoning():
     asked = f"{BOS}<｜User｜>a<｜Assistant｜>"
     assert shown("deepseek-r1", prepare("deepseek-r1", TALK)) == [
