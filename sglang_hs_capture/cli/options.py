@@ -74,6 +74,28 @@ ReplicaOption = Annotated[
         "numbers between.",
     ),
 ]
+DataOption = Annotated[
+    list[Path],
+    typer.Option(
+        help="Conversations: a file (JSON Lines, Parquet, Arrow), a folder, or a pattern in quotes; may be given "
+        "several times."
+    ),
+]
+LimitOption = Annotated[int | None, typer.Option(min=1, help="Look at so many samples of the input only.")]
+ShuffleSeedOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Take the samples in a random order that this number decides.", show_default="the order of the files"
+    ),
+]
+KeepUntrainedOption = Annotated[
+    bool,
+    typer.Option("--keep-untrained", help="Keep samples with no token to train on; they are left out otherwise."),
+]
+WorkersOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="The most processes that tokenise; 1 for no further ones.", show_default="by processors"),
+]
 DeviceOption = Annotated[Device, typer.Option(help="Where the engine runs; auto takes a GPU if one is visible.")]
 
 

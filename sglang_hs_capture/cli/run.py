@@ -14,7 +14,7 @@ from sglang_hs_capture.driver.intake import OnBadInput
 from sglang_hs_capture.driver.progress import make_view
 from sglang_hs_capture.driver.pump import PumpSettings
 from sglang_hs_capture.driver.run import RunSettings
-from sglang_hs_capture.driver.source import Source, count_lines, parse_template_kwargs
+from sglang_hs_capture.driver.source import Source, count_samples, default_workers, parse_template_kwargs
 from sglang_hs_capture.driver.start import Wanted, run_on_own_server, run_on_running_servers, served_model
 from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.errors import ConfigError
@@ -28,7 +28,7 @@ OWN_SERVER_ONLY = ("rid_prefix", "ring_gb", "shard_gb", "min_free_gb", "replica"
 def run(
     ctx: typer.Context,
     *,
-    data: Annotated[list[Path], typer.Option(help="A conversation file; may be given several times.")],
+    data: options.DataOption,
     output: options.OutputOption,
     model: Annotated[
         str | None, typer.Option(help="The model: a directory, or a hub id. With --server, the server's by default.")
@@ -37,7 +37,10 @@ def run(
     on_bad_input: Annotated[
         OnBadInput, typer.Option(help="Stop at a line or sample that cannot be captured, or leave it out.")
     ] = OnBadInput.STOP,
-    limit: Annotated[int | None, typer.Option(min=1, help="Look at so many samples of the input only.")] = None,
+    limit: options.LimitOption = None,
+    shuffle_seed: options.ShuffleSeedOption = None,
+    keep_untrained: options.KeepUntrainedOption = False,
+    workers: options.WorkersOption = None,
     server: Annotated[
         list[str] | None,
         typer.Option(
@@ -89,6 +92,9 @@ def run(
         chat_template=chat_template,
         template_kwargs=parse_template_kwargs(chat_template_kwargs),
         trust_remote_code=trust_remote_code,
+        shuffle_seed=shuffle_seed,
+        keep_untrained=keep_untrained,
+        workers=workers or default_workers(share=4),
     )
     if server:
         if sglang_args:
@@ -165,8 +171,6 @@ def report(summary: Summary, file: Path | None = None) -> None:
 
 
 def _total(data: list[Path], limit: int | None) -> int | None:
-    """Number of samples, for the progress bar; missing files are told later and better."""
-    if not all(path.is_file() for path in data):
-        return limit
-    lines = count_lines(data)
-    return lines if limit is None else min(limit, limit if lines is None else lines)
+    """Number of samples, for the progress bar."""
+    rows = count_samples(data)
+    return rows if limit is None else min(limit, limit if rows is None else rows)

@@ -17,7 +17,7 @@ class Conversation:
 
     Attributes:
         id: the sample's id, from the file or derived from the content.
-        source: ``file:line``.
+        source: ``file:line``, or ``file:row`` for a table.
         messages: ``role``, ``content`` (always a string), and ``reasoning_content``, ``tool_calls``, ``tool_call_id``,
             ``name`` and whatever else the file gives.
         tools: tool declarations in OpenAI's form, or None.
@@ -37,7 +37,7 @@ class Sample:
 
     Attributes:
         id: unique in a dataset; any string of at most 4096 characters, lone surrogates included.
-        source: ``file:line``.
+        source: ``file:line``, or ``file:row`` for a table.
         input_ids: int64 ``[S]``, S at least 1.
         loss_mask: uint8 ``[S]``; 1 for tokens that are trained on.
     """
@@ -58,6 +58,14 @@ class InputProblem:
 
     def __str__(self) -> str:
         return f"{self.source}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Untrained:
+    """A sample with no token that is trained on: its loss mask is all zero, and it is left out."""
+
+    source: str
+    sample_id: str
 
 
 # A row that was tokenised before needs nothing more than a length check, so it is a sample already.

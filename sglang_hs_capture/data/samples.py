@@ -9,9 +9,12 @@ import numpy as np
 
 from sglang_hs_capture.data.conversations import check_template_kwargs, iter_records
 from sglang_hs_capture.data.loss_mask import tokenize
-from sglang_hs_capture.data.records import BadRow, InputProblem, Record, Sample, shown
+from sglang_hs_capture.data.records import BadRow, InputProblem, Record, Sample, Untrained, shown
 from sglang_hs_capture.data.template import ChatTemplate
 from sglang_hs_capture.errors import InputError
+
+Prepared = Sample | InputProblem
+Item = Sample | InputProblem | Untrained
 
 
 class SamplePreparer:
@@ -42,7 +45,12 @@ class SamplePreparer:
         self._more_stop_ids = frozenset(stop_ids)
         self._template: ChatTemplate | None = None
 
-    def prepare(self, record: Record) -> Sample | InputProblem:
+    @property
+    def tokenizer(self) -> Any:
+        """The ``transformers`` tokenizer; None if there is none."""
+        return self._tokenizer
+
+    def prepare(self, record: Record) -> Prepared:
         """Tokenise one record; a row tokenised before is returned as it is.
 
         Raises:
@@ -57,6 +65,15 @@ class SamplePreparer:
         except BadRow as problem:
             return InputProblem(record.source, str(problem), record.id)
         return Sample(record.id, record.source, input_ids, mask)
+
+    def prepare_all(self, records: Iterable[Record | InputProblem]) -> Iterator[tuple[Record | InputProblem, Prepared]]:
+        """Each record and what became of it, in the order given; problems are passed on as they are.
+
+        Raises:
+            InputError: see ``prepare``.
+        """
+        for record in records:
+            yield record, record if isinstance(record, InputProblem) else self.prepare(record)
 
     def _chat_template(self, source: str) -> ChatTemplate:
         if self._tokenizer is None:
@@ -74,26 +91,47 @@ def iter_samples(
     *,
     max_length: int | None,
     vocab_size: int | None = None,
-) -> Iterator[Sample | InputProblem]:
-    """Read conversation files as samples, in the files' order, each id at most once.
+    shuffle_seed: int | None = None,
+    keep_untrained: bool = False,
+) -> Iterator[Item]:
+    """Read conversation files as samples, in the files' order or a random one, each id at most once.
 
     Memory grows by about a hundred bytes for each sample, for the ids seen.
 
     Args:
-        paths: the files.
+        paths: files, folders and patterns.
         preparer: tokenises conversations.
         max_length: the longest prompt that the model takes, in tokens; None for no limit.
         vocab_size: token ids must be below it; None for no limit.
+        shuffle_seed: see ``iter_records``.
+        keep_untrained: give samples whose loss mask is all zero like any other, and not as ``Untrained``.
 
     Raises:
         InputError: a file cannot be read (when missing: at the call), or no conversation can be prepared.
     """
-    return _samples(iter_records(paths), preparer, max_length, vocab_size)
+    records = iter_records(paths, shuffle_seed=shuffle_seed)
+    return _samples(records, preparer, max_length, vocab_size, keep_untrained)
 
 
 def _samples(
-    records: Iterable[Record | InputProblem], preparer: SamplePreparer, max_length: int | None, vocab_size: int | None
-) -> Iterator[Sample | InputProblem]:
+    records: Iterable[Record | InputProblem],
+    preparer: SamplePreparer,
+    max_length: int | None,
+    vocab_size: int | None,
+    keep_untrained: bool,
+) -> Iterator[Item]:
+    for record, prepared in preparer.prepare_all(_unique(records)):
+        if isinstance(record, InputProblem) or isinstance(prepared, InputProblem):
+            yield prepared
+        elif reason := _problem(prepared, max_length, vocab_size):
+            yield InputProblem(record.source, reason, record.id)
+        elif not keep_untrained and not prepared.loss_mask.any():
+            yield Untrained(record.source, record.id)
+        else:
+            yield prepared
+
+
+def _unique(records: Iterable[Record | InputProblem]) -> Iterator[Record | InputProblem]:
     seen: set[bytes] = set()
     for record in records:
         if isinstance(record, InputProblem):
@@ -104,9 +142,7 @@ def _samples(
             yield InputProblem(record.source, f"an earlier line has the same id, {shown(record.id)}", record.id)
             continue
         seen.add(digest)
-        sample = preparer.prepare(record)
-        reason = _problem(sample, max_length, vocab_size) if isinstance(sample, Sample) else ""
-        yield InputProblem(record.source, reason, record.id) if reason else sample
+        yield record
 
 
 def _problem(sample: Sample, max_length: int | None, vocab_size: int | None) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from sglang_hs_capture.data.records import InputProblem, Sample, TokenIds
+from sglang_hs_capture.data.records import InputProblem, TokenIds, Untrained
+from sglang_hs_capture.data.samples import Item
 from sglang_hs_capture.store.hashing import end_hash
 from sglang_hs_capture.store.requests import RequestLedger, RequestRecord
 from sglang_hs_capture.store.schema import rle_encode, sample_key
@@ -35,7 +36,7 @@ class Done:
     record: RequestRecord | None = None
 
 
-Verdict = Job | InputProblem | Done
+Verdict = Job | InputProblem | Untrained | Done
 
 
 class Judge:
@@ -53,9 +54,9 @@ class Judge:
         self._max_length = max_length
         self.server_limit: int | None = None
 
-    def judge(self, sample: Sample | InputProblem) -> Verdict:
+    def judge(self, sample: Item) -> Verdict:
         """Say what is to be done with one item of ``data.samples.iter_samples``."""
-        if isinstance(sample, InputProblem):
+        if isinstance(sample, InputProblem | Untrained):
             return sample
         record = RequestRecord(
             id=sample.id,
@@ -97,14 +98,14 @@ class Judge:
 class Feed:
     """Pulls samples on a thread, so that tokenising does not hold up what is in flight."""
 
-    def __init__(self, samples: Iterable[Sample | InputProblem], judge: Judge, limit: int | None = None) -> None:
+    def __init__(self, samples: Iterable[Item], judge: Judge, limit: int | None = None) -> None:
         """
         Args:
             samples: from ``data.samples.iter_samples``.
             judge: decides on each.
             limit: look at no more than so many of them.
         """
-        self._samples: Iterator[Sample | InputProblem] = iter(samples) if limit is None else islice(samples, limit)
+        self._samples: Iterator[Item] = iter(samples) if limit is None else islice(samples, limit)
         self._judge = judge
         self._ahead: list[Verdict] = []
 

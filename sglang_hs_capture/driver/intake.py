@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from enum import StrEnum
 
-from sglang_hs_capture.data.records import InputProblem
+from sglang_hs_capture.data.records import InputProblem, Untrained
 from sglang_hs_capture.driver.ending import Ending
 from sglang_hs_capture.driver.feed import Done, Feed, Job, Judge, Verdict
 from sglang_hs_capture.driver.summary import Summary
@@ -83,8 +83,11 @@ class Intake:
                 break
         return jobs
 
-    def _note(self, verdict: InputProblem | Done) -> None:
+    def _note(self, verdict: InputProblem | Untrained | Done) -> None:
         self.summary.asked += 1
+        if isinstance(verdict, Untrained):
+            self.summary.untrained += 1
+            return
         if isinstance(verdict, InputProblem):
             self._leave_out(verdict, send_accepted=True)
             return

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
 
-from sglang_hs_capture.data.records import InputProblem, Sample
+from sglang_hs_capture.data.samples import Item
 from sglang_hs_capture.driver.delivery import Delivery, DeliverySettings
 from sglang_hs_capture.driver.ending import Ending
 from sglang_hs_capture.driver.feed import Feed, Judge
@@ -26,7 +26,6 @@ from sglang_hs_capture.store.session import SessionRecord
 
 LOCK_TIMEOUT_S = 1.0
 SPARE_FILES = 256
-Samples = Iterable[Sample | InputProblem]
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class RunSettings:
 class CaptureRun:
     """One run over one input."""
 
-    def __init__(self, target: Target, samples: Samples, settings: RunSettings, view: ProgressView) -> None:
+    def __init__(self, target: Target, samples: Iterable[Item], settings: RunSettings, view: ProgressView) -> None:
         self._target, self._samples, self._settings, self._view = target, samples, settings, view
         self._ending = Ending()
         self._summary = Summary(output=str(settings.output))
@@ -139,7 +138,7 @@ class CaptureRun:
             self._summary.exit_code = 128 + caught
 
 
-def run_capture(target: Target, samples: Samples, settings: RunSettings, view: ProgressView) -> Summary:
+def run_capture(target: Target, samples: Iterable[Item], settings: RunSettings, view: ProgressView) -> Summary:
     """Run to the end, from the main thread of a program; see ``CaptureRun.run``."""
 
     _allow_open_files(settings.pump.max_prompts + SPARE_FILES)

@@ -1,19 +1,20 @@
 """The input of a run: conversation files, with a tokenizer that is loaded only if a conversation turns up."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_hs_capture.data.lines import GZIP_MAGIC
-from sglang_hs_capture.data.records import InputProblem, Record, Sample
-from sglang_hs_capture.data.samples import SamplePreparer, iter_samples
+from sglang_hs_capture.data.files import count_rows, find_files
+from sglang_hs_capture.data.parallel import PooledPreparer
+from sglang_hs_capture.data.samples import Item, SamplePreparer, iter_samples
 from sglang_hs_capture.data.template import load_tokenizer, read_stop_ids
-from sglang_hs_capture.errors import ConfigError
+from sglang_hs_capture.errors import ConfigError, InputError
 
 COUNT_BYTES_LIMIT = 2**31
-_COUNT_BLOCK = 2**22
+MOST_WORKERS = 16
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,14 @@ class Source:
     """Where samples come from.
 
     Attributes:
-        paths: conversation files.
+        paths: conversation files, folders and patterns (``data.files.find_files``).
         tokenizer: a directory or hub id.
         chat_template: a file that takes the place of the tokenizer's own template.
         template_kwargs: settings passed to the template.
         trust_remote_code: whether the tokenizer may run code of its own.
+        shuffle_seed: chooses a random order; None for that of the files.
+        keep_untrained: whether samples without a token that is trained on are samples like any other.
+        workers: the most processes that tokenise.
     """
 
     paths: Sequence[Path]
@@ -33,41 +37,41 @@ class Source:
     chat_template: Path | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
+    shuffle_seed: int | None = None
+    keep_untrained: bool = False
+    workers: int = 1
 
-    def samples(self, *, max_length: int | None, vocab_size: int | None) -> Iterator[Sample | InputProblem]:
+    def samples(
+        self, *, max_length: int | None, vocab_size: int | None, preparer: PooledPreparer | None = None
+    ) -> Iterator[Item]:
         """Read the files.
 
         Args:
             max_length: the longest prompt the model takes, as far as it is known.
             vocab_size: token ids must be below it; None if it is not known.
+            preparer: from ``preparer``, for a caller that wants to see it afterwards.
 
         Raises:
             InputError: a file is missing.
         """
-        return iter_samples(self.paths, LazyPreparer(self._load), max_length=max_length, vocab_size=vocab_size)
+        return iter_samples(
+            self.paths,
+            preparer or self.preparer(),
+            max_length=max_length,
+            vocab_size=vocab_size,
+            shuffle_seed=self.shuffle_seed,
+            keep_untrained=self.keep_untrained,
+        )
+
+    def preparer(self) -> PooledPreparer:
+        """What tokenises the conversations; it loads the tokenizer when the first one comes."""
+        return PooledPreparer(self._load, self.workers)
 
     def _load(self) -> SamplePreparer:
         tokenizer = load_tokenizer(
             self.tokenizer, trust_remote_code=self.trust_remote_code, chat_template=self.chat_template
         )
         return SamplePreparer(tokenizer, template_kwargs=self.template_kwargs, stop_ids=read_stop_ids(self.tokenizer))
-
-
-class LazyPreparer(SamplePreparer):
-    """A preparer that is made when the first conversation comes; rows tokenised before need none."""
-
-    def __init__(self, load: Callable[[], SamplePreparer]) -> None:
-        super().__init__()
-        self._load = load
-        self._loaded: SamplePreparer | None = None
-
-    def prepare(self, record: Record) -> Sample | InputProblem:
-        """See ``SamplePreparer.prepare``."""
-        if isinstance(record, Sample):
-            return record
-        if self._loaded is None:
-            self._loaded = self._load()
-        return self._loaded.prepare(record)
 
 
 def parse_template_kwargs(text: str | None) -> dict[str, Any]:
@@ -85,20 +89,18 @@ def parse_template_kwargs(text: str | None) -> dict[str, Any]:
     return raw
 
 
-def count_lines(paths: Sequence[Path]) -> int | None:
-    """Number of lines of plain files, for a progress bar; None where counting them would take long."""
-    if sum(path.stat().st_size for path in paths) > COUNT_BYTES_LIMIT:
+def count_samples(paths: Sequence[Path]) -> int | None:
+    """Number of lines and rows of an input, for a progress bar; None where counting them would take long."""
+    try:
+        return count_rows(find_files(paths), COUNT_BYTES_LIMIT)
+    except InputError:  # reading will tell it, and better
         return None
-    total = 0
-    for path in paths:
-        with path.open("rb") as file:
-            block = file.read(_COUNT_BLOCK)
-            if block.startswith(GZIP_MAGIC):
-                return None
-            last = b"\n"
-            while block:
-                total += block.count(b"\n")
-                last = block[-1:]
-                block = file.read(_COUNT_BLOCK)
-            total += last != b"\n"
-    return total
+
+
+def default_workers(share: int) -> int:
+    """How many processes tokenise unless the user says otherwise.
+
+    Args:
+        share: one of so many processors may be taken.
+    """
+    return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // share))

@@ -19,6 +19,7 @@ class Summary:
         captured: samples captured by this run.
         already: samples that the dataset held before.
         remasked: of these, samples whose loss mask was brought up to date.
+        untrained: samples left out because no token of them is trained on.
         resent: times a sample was sent again.
         tokens: tokens of the captured samples.
         bytes: bytes of states written, including those of failed attempts.
@@ -35,6 +36,7 @@ class Summary:
     captured: int = 0
     already: int = 0
     remasked: int = 0
+    untrained: int = 0
     resent: int = 0
     tokens: int = 0
     bytes: int = 0
@@ -57,13 +59,14 @@ class Summary:
     def lines(self) -> list[str]:
         """The account for a person."""
         if not self.seconds and not self.ended:
-            return [self._nothing(), *self._remasked(), *_list("Skipped", self.skipped)]
+            return [self._nothing(), *self._untrained(), *self._remasked(), *_list("Skipped", self.skipped)]
         rate = f", {self.tokens_per_s:,.0f} tokens/s" if self.seconds else ""
         lines = [
             f"Captured {_count(self.captured, 'sample')} ({self.tokens:,} tokens, {self.bytes / GB:.2f} GB) "
             f"in {self.seconds:.1f} s{rate}.",
             f"Looked at {self.asked:,}; {self.already:,} were there already; {len(self.skipped):,} skipped; "
             f"{len(self.dropped):,} dropped.",
+            *self._untrained(),
             *self._remasked(),
         ]
         if self.blocked_s >= 0.1:
@@ -76,10 +79,15 @@ class Summary:
 
     def _nothing(self) -> str:
         """What a run says that had nothing to send."""
-        if not self.asked:
-            return "Nothing to do: the input holds no sample."
+        if self.asked == self.untrained:
+            return f"Nothing to do: the input holds no sample{' to train on' if self.untrained else ''}."
         skipped = f", and {_count(len(self.skipped), 'line')} skipped" if self.skipped else ""
         return f"Nothing left to do: all {_count(self.already, 'sample')} of the input are in {self.output}{skipped}."
+
+    def _untrained(self) -> list[str]:
+        if not self.untrained:
+            return []
+        return [f"Left out {_count(self.untrained, 'sample')} with no token to train on; --keep-untrained keeps such."]
 
     def _remasked(self) -> list[str]:
         return [f"Brought the loss mask of {_count(self.remasked, 'sample')} up to date."] if self.remasked else []

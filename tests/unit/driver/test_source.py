@@ -6,7 +6,7 @@ import json
 import pytest
 
 from sglang_hs_capture.driver import source as source_module
-from sglang_hs_capture.driver.source import Source, count_lines, parse_template_kwargs
+from sglang_hs_capture.driver.source import Source, count_samples, parse_template_kwargs
 from sglang_hs_capture.errors import ConfigError, InputError
 
 
@@ -32,15 +32,15 @@ def test_a_missing_file_is_told_at_once(tmp_path):
 @pytest.mark.parametrize(("text", "count"), [("", 0), ("a\n", 1), ("a\nb", 2), ("a\n\nb\n", 3)])
 def test_lines_are_counted(tmp_path, text, count):
     (tmp_path / "data").write_text(text)
-    assert count_lines([tmp_path / "data", tmp_path / "data"]) == 2 * count
+    assert count_samples([tmp_path / "data", tmp_path / "data"]) == 2 * count
 
 
 def test_lines_are_not_counted_where_that_would_take_long(tmp_path, monkeypatch):
     (tmp_path / "packed").write_bytes(gzip.compress(b"a\n"))
-    assert count_lines([tmp_path / "packed"]) is None
+    assert count_samples([tmp_path / "packed"]) is None
     (tmp_path / "data").write_text("a\n" * 10)
     monkeypatch.setattr(source_module, "COUNT_BYTES_LIMIT", 19)
-    assert count_lines([tmp_path / "data"]) is None
+    assert count_samples([tmp_path / "data"]) is None
 
 
 def test_template_settings_are_an_object():
