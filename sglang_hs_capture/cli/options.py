@@ -12,8 +12,10 @@ import typer
 
 from sglang_hs_capture.config import DEFAULT_RID_PREFIX, GIB, CaptureConfig
 from sglang_hs_capture.driver.device import Device
+from sglang_hs_capture.driver.intake import OnBadInput
 from sglang_hs_capture.layers import Final, parse_layers
 
+TRUST_FLAG = "--trust-remote-code"
 DEFAULT_LAYERS = "eagle3"
 DEFAULT_RING_GB = 4.0
 # On the CPU platform there is no device to run ahead of, and memory is what the model itself runs in.
@@ -73,6 +75,16 @@ ReplicaOption = Annotated[
         help="A number of its own for each server that captures into the same --output; with --dp-size N leave out N "
         "numbers between.",
     ),
+]
+OnBadInputOption = Annotated[
+    OnBadInput, typer.Option(help="Stop at a line or sample that cannot be captured, or leave it out.")
+]
+MaxLengthOption = Annotated[int | None, typer.Option(min=1, help="Longer prompts are bad input.")]
+TokenizerOption = Annotated[str | None, typer.Option(help="A tokenizer other than the model's.")]
+ChatTemplateOption = Annotated[Path | None, typer.Option(help="A file with another chat template.")]
+ChatTemplateKwargsOption = Annotated[str | None, typer.Option(help="Settings for the chat template, as a JSON object.")]
+TrustOption = Annotated[
+    bool, typer.Option(TRUST_FLAG, help="Let the model's tokenizer and config run code of their own.")
 ]
 DataOption = Annotated[
     list[Path],
@@ -138,6 +150,11 @@ class CaptureOptions:
                 "replica": self.replica,
             }
         )
+
+
+def total_of(rows: int | None, limit: int | None) -> int | None:
+    """Number of samples for a progress bar, of an input with so many rows and a limit; None if it is not known."""
+    return min((number for number in (rows, limit) if number is not None), default=None)
 
 
 def with_capture_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -19,7 +19,6 @@ from sglang_hs_capture.driver.start import Wanted, run_on_own_server, run_on_run
 from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.errors import ConfigError
 
-TRUST_FLAG = "--trust-remote-code"
 # What only a server that this command starts can be told.
 OWN_SERVER_ONLY = ("rid_prefix", "ring_gb", "shard_gb", "min_free_gb", "replica", "device", "start_timeout")
 
@@ -34,9 +33,7 @@ def run(
         str | None, typer.Option(help="The model: a directory, or a hub id. With --server, the server's by default.")
     ] = None,
     capture: options.CaptureOptions,
-    on_bad_input: Annotated[
-        OnBadInput, typer.Option(help="Stop at a line or sample that cannot be captured, or leave it out.")
-    ] = OnBadInput.STOP,
+    on_bad_input: options.OnBadInputOption = OnBadInput.STOP,
     limit: options.LimitOption = None,
     shuffle_seed: options.ShuffleSeedOption = None,
     keep_untrained: options.KeepUntrainedOption = False,
@@ -49,15 +46,11 @@ def run(
         ),
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="The key that the server of --server wants.")] = None,
-    max_length: Annotated[int | None, typer.Option(min=1, help="Longer prompts are bad input.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer other than the model's.")] = None,
-    chat_template: Annotated[Path | None, typer.Option(help="A file with another chat template.")] = None,
-    chat_template_kwargs: Annotated[
-        str | None, typer.Option(help="Settings for the chat template, as a JSON object.")
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option(TRUST_FLAG, help="Let the model's tokenizer and config run code of their own.")
-    ] = False,
+    max_length: options.MaxLengthOption = None,
+    tokenizer: options.TokenizerOption = None,
+    chat_template: options.ChatTemplateOption = None,
+    chat_template_kwargs: options.ChatTemplateKwargsOption = None,
+    trust_remote_code: options.TrustOption = False,
     max_in_flight: Annotated[int, typer.Option(min=1, help="Most prompts in flight.")] = PumpSettings.max_prompts,
     ack_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds after the server's reply in which a sample must be on disk.")
@@ -85,7 +78,7 @@ def run(
     if json_summary is not None and not json_summary.absolute().parent.is_dir():
         raise ConfigError(f"--json-summary: {json_summary.absolute().parent} is not a directory")
     sglang_args: list[str] = ctx.obj or []
-    trust_remote_code = trust_remote_code or TRUST_FLAG in sglang_args
+    trust_remote_code = trust_remote_code or options.TRUST_FLAG in sglang_args
     source = Source(
         paths=data,
         tokenizer=tokenizer or model or "",
@@ -105,7 +98,7 @@ def run(
         wanted = Wanted(capture.layers, capture.final, capture.dtype.value if capture.dtype else None)
         if not source.tokenizer and (served := served_model(settings.output)):
             source = replace(source, tokenizer=str(served.path))
-        with make_view(_total(data, limit)) as view:
+        with make_view(options.total_of(count_samples(data), limit)) as view:
             summary = run_on_running_servers(
                 _urls(server), source, settings, view, model=model, wanted=wanted, api_key=api_key
             )
@@ -115,9 +108,9 @@ def run(
         _refuse_given(ctx, ("api_key",), "is for --server; give SGLang's own --api-key after '--'")
         cpu = use_cpu(device)
         config = capture.config(output, cpu=cpu)
-        if trust_remote_code and TRUST_FLAG not in sglang_args:
-            sglang_args = [TRUST_FLAG, *sglang_args]
-        with make_view(_total(data, limit)) as view:
+        if trust_remote_code and options.TRUST_FLAG not in sglang_args:
+            sglang_args = [options.TRUST_FLAG, *sglang_args]
+        with make_view(options.total_of(count_samples(data), limit)) as view:
             summary = run_on_own_server(
                 model,
                 source,
@@ -168,9 +161,3 @@ def report(summary: Summary, file: Path | None = None) -> None:
         typer.echo(f"error: {summary.ended}", err=True)
     if file is not None:
         file.write_text(json.dumps(summary.to_json(), indent=2) + "\n", encoding="utf-8")
-
-
-def _total(data: list[Path], limit: int | None) -> int | None:
-    """Number of samples, for the progress bar."""
-    rows = count_samples(data)
-    return rows if limit is None else min(limit, limit if rows is None else rows)

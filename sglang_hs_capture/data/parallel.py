@@ -76,7 +76,7 @@ class PooledPreparer(SamplePreparer):
                 else:
                     prepared = record
                 yield record, prepared
-                if pool is None and self._workers > 1 and spent >= self._start_after_s:
+                if pool is None and self._workers > 1 and spent > self._start_after_s:
                     pool = _Pool(self._load, self._workers)
                 if pool is not None and pool.is_ready():
                     yield from pool.prepare_all(rest)
@@ -119,10 +119,15 @@ class _Pool:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, conversations: list[Conversation]) -> Future[list[Prepared]]:
+        # What is blocked here stays so in a process started here: a Ctrl-C, which goes to the whole group, is for the
+        # first process alone, which decides what is still to be done.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
         try:
             return self._executor.submit(_prepare, self._load, conversations)
         except BrokenProcessPool as error:
             raise _broken() from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _joined(batch: Batch, future: Future[list[Prepared]]) -> Iterator[tuple[Record | InputProblem, Prepared]]:
@@ -162,9 +167,7 @@ def _characters(conversation: Conversation) -> int:
 
 
 def _begin() -> None:
-    """In a new process: its end is up to the process that started it, and comes with that one's end at the latest."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    """In a new process: it ends with the one that started it, however that one ends."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -63,15 +63,26 @@ class Source:
             keep_untrained=self.keep_untrained,
         )
 
+    def load_tokenizer(self) -> Any:
+        """The tokenizer, with the chat template asked for; None where none is named.
+
+        Raises:
+            InputError: it cannot be loaded.
+        """
+        if not self.tokenizer:
+            return None
+        return load_tokenizer(
+            self.tokenizer, trust_remote_code=self.trust_remote_code, chat_template=self.chat_template
+        )
+
     def preparer(self) -> PooledPreparer:
         """What tokenises the conversations; it loads the tokenizer when the first one comes."""
         return PooledPreparer(self._load, self.workers)
 
     def _load(self) -> SamplePreparer:
-        tokenizer = load_tokenizer(
-            self.tokenizer, trust_remote_code=self.trust_remote_code, chat_template=self.chat_template
+        return SamplePreparer(
+            self.load_tokenizer(), template_kwargs=self.template_kwargs, stop_ids=read_stop_ids(self.tokenizer)
         )
-        return SamplePreparer(tokenizer, template_kwargs=self.template_kwargs, stop_ids=read_stop_ids(self.tokenizer))
 
 
 def parse_template_kwargs(text: str | None) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Summary:
             return [self._nothing(), *self._untrained(), *self._remasked(), *_list("Skipped", self.skipped)]
         rate = f", {self.tokens_per_s:,.0f} tokens/s" if self.seconds else ""
         lines = [
-            f"Captured {_count(self.captured, 'sample')} ({self.tokens:,} tokens, {self.bytes / GB:.2f} GB) "
+            f"Captured {count_of(self.captured, 'sample')} ({self.tokens:,} tokens, {self.bytes / GB:.2f} GB) "
             f"in {self.seconds:.1f} s{rate}.",
             f"Looked at {self.asked:,}; {self.already:,} were there already; {len(self.skipped):,} skipped; "
             f"{len(self.dropped):,} dropped.",
@@ -81,20 +81,23 @@ class Summary:
         """What a run says that had nothing to send."""
         if self.asked == self.untrained:
             return f"Nothing to do: the input holds no sample{' to train on' if self.untrained else ''}."
-        skipped = f", and {_count(len(self.skipped), 'line')} skipped" if self.skipped else ""
-        return f"Nothing left to do: all {_count(self.already, 'sample')} of the input are in {self.output}{skipped}."
+        skipped = f", and {count_of(len(self.skipped), 'line')} skipped" if self.skipped else ""
+        return f"Nothing left to do: all {count_of(self.already, 'sample')} of the input are in {self.output}{skipped}."
 
     def _untrained(self) -> list[str]:
         if not self.untrained:
             return []
-        return [f"Left out {_count(self.untrained, 'sample')} with no token to train on; --keep-untrained keeps such."]
+        return [
+            f"Left out {count_of(self.untrained, 'sample')} with no token to train on; --keep-untrained keeps such."
+        ]
 
     def _remasked(self) -> list[str]:
-        return [f"Brought the loss mask of {_count(self.remasked, 'sample')} up to date."] if self.remasked else []
+        return [f"Brought the loss mask of {count_of(self.remasked, 'sample')} up to date."] if self.remasked else []
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def count_of(number: int, noun: str, nouns: str | None = None) -> str:
+    """A number of things, in words; ``nouns`` is the plural where it is not ``noun`` with an s."""
+    return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"
 
 
 def _list(title: str, problems: list[InputProblem]) -> list[str]:

@@ -29,7 +29,7 @@ OPTIONS = {
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"```.*?\n(.*?)```|`([^`]+)`", re.DOTALL)
-CALL = re.compile(r"^\s*hs-capture (\w+)\b([^|#\n]*)", re.MULTILINE)
+CALL = re.compile(r"^\s*hs-capture ([\w-]+)([^|#\n]*)", re.MULTILINE)
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 PARAMETRIZED = pytest.mark.parametrize("name", TEXTS)
 

@@ -146,7 +146,7 @@ def test_run_passes_its_options_on(capsys, tmp_path, model, data, monkeypatch):
 
     monkeypatch.setattr(run_module, "run_on_own_server", run_on_own_server)
     words = f"--layers 2,4 --final both --dtype float16 --on-bad-input skip --limit 7 --max-length 9 --max-in-flight 3 \
-        --rid-prefix x- --ring-gb 2 --shard-gb 1 --min-free-gb 0.5 --json-summary {tmp_path}/s.json --trust-remote-code"
+        --rid-prefix x- --shuffle-seed 5 --keep-untrained --workers 3 --ring-gb 2 --shard-gb 1 --min-free-gb 0.5 --json-summary {tmp_path}/s.json --trust-remote-code"
     ours = ["run", "--model", model, "--data", data, "--output", tmp_path / "out", *words.split()]
     code, out, err = call(capsys, *ours, "--", "--tp-size", "8")
     assert code == 6
@@ -160,6 +160,8 @@ def test_run_passes_its_options_on(capsys, tmp_path, model, data, monkeypatch):
     assert (capture.ring_bytes, capture.shard_bytes, capture.min_free_bytes) == (2 * 2**30, 2**30, 2**29)
     assert (settings.on_bad_input, settings.limit, settings.max_length) == ("skip", 7, 9)
     assert settings.pump.max_prompts == 3
+    source = seen["source"]
+    assert (source.shuffle_seed, source.keep_untrained, source.workers) == (5, True, 3)
     assert capture.output_dir == str(tmp_path / "out")
 
 

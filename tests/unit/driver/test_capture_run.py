@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fake_server import FakeServer, Lines, make_sample
 
-from sglang_hs_capture.data.records import InputProblem
+from sglang_hs_capture.data.records import InputProblem, Untrained
 from sglang_hs_capture.driver import client, delivery, pump
 from sglang_hs_capture.driver.delivery import DeliverySettings
 from sglang_hs_capture.driver.intake import OnBadInput
@@ -221,6 +221,20 @@ def test_a_bad_line_is_skipped_and_counted(tmp_path):
     assert (summary.exit_code, summary.captured, len(summary.skipped)) == (0, 2, 1)
     assert "Skipped: data.jsonl:2: not JSON" in summary.lines()
     assert ids(tmp_path) == ["a", "c"]
+
+
+def test_samples_with_no_token_to_train_on_are_counted_and_no_error(tmp_path):
+    lines = [Untrained("data.jsonl:1", "x"), *samples(["a"]), Untrained("data.jsonl:2", "y"), make_sample("c", line=3)]
+    summary, _, _ = run(tmp_path, lines)
+    assert (summary.exit_code, summary.captured, summary.asked, summary.untrained) == (0, 2, 4, 2)
+    assert summary.to_json()["untrained"] == 2
+    assert summary.skipped == []
+    assert "Left out 2 samples with no token to train on; --keep-untrained keeps such." in summary.lines()
+    assert ids(tmp_path) == ["a", "c"]
+    again, _, _ = run(tmp_path, lines)
+    assert again.lines()[1:] == summary.lines()[2:3]
+    nothing, _, _ = run(tmp_path, lines[:1])
+    assert nothing.lines()[0] == "Nothing to do: the input holds no sample to train on."
 
 
 def test_a_bad_first_line_is_told_before_any_server_is_asked(tmp_path):

@@ -2,11 +2,12 @@
 
 import gzip
 import json
+import os
 
 import pytest
 
 from sglang_hs_capture.driver import source as source_module
-from sglang_hs_capture.driver.source import Source, count_samples, parse_template_kwargs
+from sglang_hs_capture.driver.source import Source, count_samples, default_workers, parse_template_kwargs
 from sglang_hs_capture.errors import ConfigError, InputError
 
 
@@ -36,11 +37,18 @@ def test_lines_are_counted(tmp_path, text, count):
 
 
 def test_lines_are_not_counted_where_that_would_take_long(tmp_path, monkeypatch):
+    assert count_samples([tmp_path / "none"]) is None
     (tmp_path / "packed").write_bytes(gzip.compress(b"a\n"))
     assert count_samples([tmp_path / "packed"]) is None
     (tmp_path / "data").write_text("a\n" * 10)
     monkeypatch.setattr(source_module, "COUNT_BYTES_LIMIT", 19)
     assert count_samples([tmp_path / "data"]) is None
+
+
+def test_the_number_of_workers_depends_on_the_machine(monkeypatch):
+    for processors, share, expected in ((1, 1, 1), (2, 4, 1), (16, 4, 4), (64, 1, 16), (192, 4, 16)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=processors: range(n))
+        assert default_workers(share) == expected
 
 
 def test_template_settings_are_an_object():
