@@ -171,7 +171,7 @@ def _without_nulls(value: Any) -> Any:
     """A value without its null fields, which tell nothing: a table has one wherever a row of it has no such field."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+    if isinstance(value, list) and not (value and isinstance(value[0], int)):  # token ids are many, and numbers
         return [_without_nulls(item) for item in value]
     return value
 

@@ -146,7 +146,8 @@ def test_run_passes_its_options_on(capsys, tmp_path, model, data, monkeypatch):
 
     monkeypatch.setattr(run_module, "run_on_own_server", run_on_own_server)
     words = f"--layers 2,4 --final both --dtype float16 --on-bad-input skip --limit 7 --max-length 9 --max-in-flight 3 \
-        --rid-prefix x- --shuffle-seed 5 --keep-untrained --workers 3 --ring-gb 2 --shard-gb 1 --min-free-gb 0.5 --json-summary {tmp_path}/s.json --trust-remote-code"
+        --rid-prefix x- --shuffle-seed 5 --keep-untrained --workers 3 --ring-gb 2 --shard-gb 1 --min-free-gb 0.5 \
+        --json-summary {tmp_path}/s.json --trust-remote-code"
     ours = ["run", "--model", model, "--data", data, "--output", tmp_path / "out", *words.split()]
     code, out, err = call(capsys, *ours, "--", "--tp-size", "8")
     assert code == 6

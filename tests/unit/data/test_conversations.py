@@ -350,8 +350,11 @@ def test_null_fields_do_not_name_a_row(read):
     call = {"function": {"name": "f", "arguments": {"a": 1}}}
     row = {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]}
     empty = {"messages": [{**message, "name": None} for message in row["messages"]]}
-    plain, null = read(row, empty)
+    parts = {"messages": [{"role": "user", "content": ["a", {"type": "text", "text": "b"}]}]}
+    null_part = {"messages": [{"role": "user", "content": ["a", {"type": "text", "text": "b", "image": None}]}]}
+    plain, null, first, second = read(row, empty, parts, null_part)
     assert null.id == f"{plain.id}-2"
+    assert second.id == f"{first.id}-2"
 
 
 def test_content_names_count_over_all_files(tmp_path):
