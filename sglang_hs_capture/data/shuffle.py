@@ -15,9 +15,6 @@ from sglang_hs_capture.data.lines import read_lines
 from sglang_hs_capture.errors import InputError
 from sglang_hs_capture.store.hashing import splitmix64
 
-# So many bytes of memory a row: its file, number, place and size, its key, and its turn.
-ROW_BYTES = 8 + 8 + 8 + 8 + 8 + 8
-
 
 def shuffled_rows(
     files: Sequence[Path], read: Callable[[Path, int], Iterator[tuple[int, Row]]], seed: int, line_limit: int
@@ -26,8 +23,8 @@ def shuffled_rows(
 
     First every file is read once. Of a line in a plain file its place is remembered, and it is read again when its turn
     has come. Other rows (of compressed files, tables and pipes) cannot be found again by a place, so they are copied to
-    a temporary file without a name, in ``TMPDIR``, which then has about the size of what is in them. Memory grows by
-    ``ROW_BYTES`` for each row and by nothing else.
+    a temporary file without a name, in ``TMPDIR``, which then has about the size of what is in them. Memory grows by 40
+    bytes for each row (its file, number, place, size and turn), and by as much again while the order is found.
 
     Args:
         files: from ``files.find_files``.

@@ -13,6 +13,7 @@ import pytest
 from sglang_hs_capture.data import tables
 from sglang_hs_capture.data.conversations import iter_records
 from sglang_hs_capture.data.records import InputProblem, Sample
+from sglang_hs_capture.data.samples import SamplePreparer, iter_samples
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"city": "Oslo"}}}
 TOOL = {
@@ -168,6 +169,15 @@ def test_a_repeated_column_is_a_problem(tmp_path):
     table = pa.table([pa.array([[1]]), pa.array([[2]])], names=["input_ids", "input_ids"])
     [problem] = problems(write_table(tmp_path, table, "arrow"))
     assert problem.reason == "the table has the column input_ids more than once"
+
+
+def test_one_id_in_two_files_of_different_kinds_is_a_problem(tmp_path):
+    rows = [{"id": "7", "input_ids": [1]}, {"id": "8", "input_ids": [2]}]
+    write_table(tmp_path, rows, "parquet")
+    (tmp_path / "a.jsonl").write_text('{"id": 7, "input_ids": [1]}\n')
+    first, again, last = iter_samples(tmp_path, SamplePreparer(), max_length=None)
+    assert (first.source, last.id) == (f"{tmp_path}/a.jsonl:1", "8")
+    assert str(again) == f"{tmp_path}/rows.parquet:1: an earlier line has the same id, '7'"
 
 
 def test_a_table_without_rows_has_no_records(tmp_path):
