@@ -38,6 +38,7 @@ setup(
         "triton",
         "safetensors",
         "numpy",
+        "pyarrow>=19",
         "prometheus-client",
         "pydantic>=2",
         "xxhash",

@@ -1,4 +1,4 @@
-"""Shows how the check of a dataset goes on: a bar on a terminal, a plain line every few seconds elsewhere."""
+"""Shows how work on a dataset or an input goes on: a bar on a terminal, a plain line every few seconds elsewhere."""
 
 import sys
 import threading
@@ -23,7 +23,10 @@ from sglang_hs_capture.verify.check import CheckView
 
 
 class ClosingView(CheckView):
-    """A view that is left in order."""
+    """A view that is left in order, and also of work whose amount is not known."""
+
+    def begin(self, what: str, total: int | None, unit: str) -> None:
+        """See ``CheckView.begin``; ``total`` is None if it is not known."""
 
     def __enter__(self) -> "ClosingView":
         return self
@@ -43,7 +46,7 @@ class BarView(ClosingView):
         self._bar: Progress | None = None
         self._task = TaskID(0)
 
-    def begin(self, what: str, total: int, unit: str) -> None:
+    def begin(self, what: str, total: int | None, unit: str) -> None:
         self.close()
         amounts: tuple[ProgressColumn, ...] = (MofNCompleteColumn(),)
         if unit == "bytes":
@@ -70,10 +73,11 @@ class LineView(ClosingView):
     def __init__(self, interval_s: float = PLAIN_INTERVAL_S) -> None:
         self._interval_s = interval_s
         self._lock = threading.Lock()
-        self._what, self._unit, self._total, self._done = "", "", 0, 0
+        self._what, self._unit, self._done = "", "", 0
+        self._total: int | None = 0
         self._next = time.monotonic() + interval_s
 
-    def begin(self, what: str, total: int, unit: str) -> None:
+    def begin(self, what: str, total: int | None, unit: str) -> None:
         self._what, self._unit, self._total, self._done = what, unit, total, 0
 
     def advance(self, amount: int) -> None:
@@ -83,7 +87,9 @@ class LineView(ClosingView):
             if now < self._next:
                 return
             self._next = now + self._interval_s
-            if self._unit == "bytes":
+            if self._total is None:
+                text = f"{self._done:,} {self._unit}"
+            elif self._unit == "bytes":
                 text = f"{self._done / GB:.2f} of {self._total / GB:.2f} GB"
             else:
                 text = f"{self._done:,} of {self._total:,} {self._unit}"

@@ -13,7 +13,7 @@ from sglang_hs_capture.cli.run import report
 from sglang_hs_capture.driver.device import Device, use_cpu
 from sglang_hs_capture.driver.progress import make_view
 from sglang_hs_capture.driver.run import RunSettings
-from sglang_hs_capture.driver.source import Source, count_lines
+from sglang_hs_capture.driver.source import Source, count_samples
 from sglang_hs_capture.driver.start import run_on_own_server
 from sglang_hs_capture.errors import CorruptionError
 from sglang_hs_capture.store.index import load_index
@@ -44,7 +44,7 @@ def demo(
     config = capture.config(dataset, cpu=cpu)
     sglang_args = ["--dtype", "float32", "--chunked-prefill-size", str(CHUNK), *(ctx.obj or [])]
     settings = RunSettings(output=dataset.absolute())
-    with make_view(count_lines([data])) as view:
+    with make_view(count_samples([data])) as view:
         source = Source([data], tokenizer=str(model))
         summary = run_on_own_server(
             str(model),

@@ -11,9 +11,14 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from sglang_hs_capture.config import DEFAULT_RID_PREFIX, GIB, CaptureConfig
+from sglang_hs_capture.data.preparation import LossOn, Overflow, SplitTurns
 from sglang_hs_capture.driver.device import Device
+from sglang_hs_capture.driver.intake import OnBadInput
+from sglang_hs_capture.errors import ConfigError
 from sglang_hs_capture.layers import Final, parse_layers
 
+OVERFLOW_ALONE = "says what becomes of samples longer than --max-length; give that too"
+TRUST_FLAG = "--trust-remote-code"
 DEFAULT_LAYERS = "eagle3"
 DEFAULT_RING_GB = 4.0
 # On the CPU platform there is no device to run ahead of, and memory is what the model itself runs in.
@@ -74,6 +79,51 @@ ReplicaOption = Annotated[
         "numbers between.",
     ),
 ]
+OnBadInputOption = Annotated[
+    OnBadInput, typer.Option(help="Stop at a line or sample that cannot be captured, or leave it out.")
+]
+SplitTurnsOption = Annotated[
+    SplitTurns,
+    typer.Option(
+        help="Make one sample of each of the assistant's turns: where the chat template shows earlier turns otherwise "
+        "than the model wrote them, always, or never."
+    ),
+]
+LossOnOption = Annotated[
+    LossOn, typer.Option(help="Train on all of the assistant's turns, or on the last of each conversation.")
+]
+MaxLengthOption = Annotated[int | None, typer.Option(min=1, help="The longest sample, in tokens.")]
+OverflowOption = Annotated[
+    Overflow, typer.Option(help="Cut longer samples at their end or beginning, drop them, or call them bad input.")
+]
+TokenizerOption = Annotated[str | None, typer.Option(help="A tokenizer other than the model's.")]
+ChatTemplateOption = Annotated[Path | None, typer.Option(help="A file with another chat template.")]
+ChatTemplateKwargsOption = Annotated[str | None, typer.Option(help="Settings for the chat template, as a JSON object.")]
+TrustOption = Annotated[
+    bool, typer.Option(TRUST_FLAG, help="Let the model's tokenizer and config run code of their own.")
+]
+DataOption = Annotated[
+    list[Path],
+    typer.Option(
+        help="Conversations: a file (JSON Lines, Parquet, Arrow), a folder, or a pattern in quotes; may be given "
+        "several times."
+    ),
+]
+LimitOption = Annotated[int | None, typer.Option(min=1, help="Look at so many samples of the input only.")]
+ShuffleSeedOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Take the samples in a random order that this number decides.", show_default="the order of the files"
+    ),
+]
+KeepUntrainedOption = Annotated[
+    bool,
+    typer.Option("--keep-untrained", help="Keep samples with no token to train on; they are left out otherwise."),
+]
+WorkersOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="The most processes that tokenise; 1 for no further ones.", show_default="by processors"),
+]
 DeviceOption = Annotated[Device, typer.Option(help="Where the engine runs; auto takes a GPU if one is visible.")]
 
 
@@ -118,6 +168,11 @@ class CaptureOptions:
         )
 
 
+def total_of(rows: int | None, limit: int | None) -> int | None:
+    """Number of samples for a progress bar, of an input with so many rows and a limit; None if it is not known."""
+    return min((number for number in (rows, limit) if number is not None), default=None)
+
+
 def with_capture_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the fields of ``CaptureOptions`` as options of its own.
 
@@ -142,3 +197,11 @@ def with_capture_options(command: Callable[..., None]) -> Callable[..., None]:
         parameters += shared if parameter.name == "capture" else [parameter]
     vars(spread)["__signature__"] = inspect.Signature(parameters)
     return spread
+
+
+def refuse_given(ctx: typer.Context, names: tuple[str, ...], why: str) -> None:
+    """Refuse options that would have no effect, rather than pass over them."""
+    for name in names:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(f"--{name.replace('_', '-')} {why}")

@@ -15,12 +15,11 @@ from sglang_hs_capture.driver.intake import OnBadInput
 from sglang_hs_capture.driver.progress import make_view
 from sglang_hs_capture.driver.pump import PumpSettings
 from sglang_hs_capture.driver.run import RunSettings
-from sglang_hs_capture.driver.source import Source, count_lines, parse_template_kwargs
+from sglang_hs_capture.driver.source import Source, count_samples, default_workers, parse_template_kwargs
 from sglang_hs_capture.driver.start import Wanted, run_on_own_server, run_on_running_servers, served_model
 from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.errors import ConfigError
 
-TRUST_FLAG = "--trust-remote-code"
 # What only a server that this command starts can be told.
 OWN_SERVER_ONLY = ("rid_prefix", "ring_gb", "shard_gb", "min_free_gb", "replica", "device", "start_timeout")
 
@@ -29,16 +28,16 @@ OWN_SERVER_ONLY = ("rid_prefix", "ring_gb", "shard_gb", "min_free_gb", "replica"
 def run(
     ctx: typer.Context,
     *,
-    data: Annotated[list[Path], typer.Option(help="A conversation file; may be given several times.")],
+    data: options.DataOption,
     output: options.OutputOption,
     model: Annotated[
         str | None, typer.Option(help="The model: a directory, or a hub id. With --server, the server's by default.")
     ] = None,
     capture: options.CaptureOptions,
-    on_bad_input: Annotated[
-        OnBadInput, typer.Option(help="Stop at a line or sample that cannot be captured, or leave it out.")
-    ] = OnBadInput.STOP,
-    limit: Annotated[int | None, typer.Option(min=1, help="Look at so many samples of the input only.")] = None,
+    on_bad_input: options.OnBadInputOption = OnBadInput.STOP,
+    limit: options.LimitOption = None,
+    shuffle_seed: options.ShuffleSeedOption = None,
+    workers: options.WorkersOption = None,
     server: Annotated[
         list[str] | None,
         typer.Option(
@@ -47,28 +46,15 @@ def run(
         ),
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="The key that the server of --server wants.")] = None,
-    split_turns: Annotated[
-        SplitTurns,
-        typer.Option(
-            help="Make one sample of each of the assistant's turns: where the chat template shows earlier turns "
-            "otherwise than the model wrote them, always, or never."
-        ),
-    ] = SplitTurns.AUTO,
-    loss_on: Annotated[
-        LossOn, typer.Option(help="Train on all of the assistant's turns, or on the last of each conversation.")
-    ] = LossOn.ALL,
-    max_length: Annotated[int | None, typer.Option(min=1, help="The longest sample, in tokens.")] = None,
-    overflow: Annotated[
-        Overflow, typer.Option(help="Cut longer samples at their end or beginning, drop them, or call them bad input.")
-    ] = Overflow.TRUNCATE_RIGHT,
-    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer other than the model's.")] = None,
-    chat_template: Annotated[Path | None, typer.Option(help="A file with another chat template.")] = None,
-    chat_template_kwargs: Annotated[
-        str | None, typer.Option(help="Settings for the chat template, as a JSON object.")
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option(TRUST_FLAG, help="Let the model's tokenizer and config run code of their own.")
-    ] = False,
+    split_turns: options.SplitTurnsOption = SplitTurns.AUTO,
+    loss_on: options.LossOnOption = LossOn.ALL,
+    keep_untrained: options.KeepUntrainedOption = False,
+    max_length: options.MaxLengthOption = None,
+    overflow: options.OverflowOption = Overflow.TRUNCATE_RIGHT,
+    tokenizer: options.TokenizerOption = None,
+    chat_template: options.ChatTemplateOption = None,
+    chat_template_kwargs: options.ChatTemplateKwargsOption = None,
+    trust_remote_code: options.TrustOption = False,
     max_in_flight: Annotated[int, typer.Option(min=1, help="Most prompts in flight.")] = PumpSettings.max_prompts,
     ack_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds after the server's reply in which a sample must be on disk.")
@@ -95,9 +81,9 @@ def run(
     if json_summary is not None and not json_summary.absolute().parent.is_dir():
         raise ConfigError(f"--json-summary: {json_summary.absolute().parent} is not a directory")
     if max_length is None:
-        _refuse_given(ctx, ("overflow",), "says what becomes of samples longer than --max-length; give that too")
+        options.refuse_given(ctx, ("overflow",), options.OVERFLOW_ALONE)
     sglang_args: list[str] = ctx.obj or []
-    trust_remote_code = trust_remote_code or TRUST_FLAG in sglang_args
+    trust_remote_code = trust_remote_code or options.TRUST_FLAG in sglang_args
     source = Source(
         paths=data,
         tokenizer=tokenizer or model or "",
@@ -108,31 +94,34 @@ def run(
             loss_on=loss_on,
             max_length=max_length,
             overflow=overflow,
+            keep_untrained=keep_untrained,
         ),
         trust_remote_code=trust_remote_code,
+        shuffle_seed=shuffle_seed,
+        workers=workers or default_workers(share=4),
     )
     if server:
         if sglang_args:
             raise ConfigError("flags after '--' are for a server that this command starts; with --server there is none")
-        _refuse_given(
+        options.refuse_given(
             ctx, OWN_SERVER_ONLY, "is a setting of the server, which runs already; with --server leave it out"
         )
         wanted = Wanted(capture.layers, capture.final, capture.dtype.value if capture.dtype else None)
         if not source.tokenizer and (served := served_model(settings.output)):
             source = replace(source, tokenizer=str(served.path))
-        with make_view(_total(data, limit)) as view:
+        with make_view(options.total_of(count_samples(data), limit)) as view:
             summary = run_on_running_servers(
                 _urls(server), source, settings, view, model=model, wanted=wanted, api_key=api_key
             )
     else:
         if model is None:
             raise ConfigError("--model: expected a directory or a hub id; only --server does without")
-        _refuse_given(ctx, ("api_key",), "is for --server; give SGLang's own --api-key after '--'")
+        options.refuse_given(ctx, ("api_key",), "is for --server; give SGLang's own --api-key after '--'")
         cpu = use_cpu(device)
         config = capture.config(output, cpu=cpu)
-        if trust_remote_code and TRUST_FLAG not in sglang_args:
-            sglang_args = [TRUST_FLAG, *sglang_args]
-        with make_view(_total(data, limit)) as view:
+        if trust_remote_code and options.TRUST_FLAG not in sglang_args:
+            sglang_args = [options.TRUST_FLAG, *sglang_args]
+        with make_view(options.total_of(count_samples(data), limit)) as view:
             summary = run_on_own_server(
                 model,
                 source,
@@ -167,14 +156,6 @@ def _urls(given: list[str]) -> list[str]:
     return urls
 
 
-def _refuse_given(ctx: typer.Context, names: tuple[str, ...], why: str) -> None:
-    """Refuse options that would have no effect, rather than pass over them."""
-    for name in names:
-        source = ctx.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            raise ConfigError(f"--{name.replace('_', '-')} {why}")
-
-
 def report(summary: Summary, file: Path | None = None) -> None:
     """Print the account of a run, and write it to ``file`` where one is named."""
     for line in summary.lines():
@@ -183,11 +164,3 @@ def report(summary: Summary, file: Path | None = None) -> None:
         typer.echo(f"error: {summary.ended}", err=True)
     if file is not None:
         file.write_text(json.dumps(summary.to_json(), indent=2) + "\n", encoding="utf-8")
-
-
-def _total(data: list[Path], limit: int | None) -> int | None:
-    """Number of samples, for the progress bar; missing files are told later and better."""
-    if not all(path.is_file() for path in data):
-        return limit
-    lines = count_lines(data)
-    return lines if limit is None else min(limit, limit if lines is None else lines)

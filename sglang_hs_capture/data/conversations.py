@@ -1,35 +1,61 @@
-"""Conversation files: one JSON object a line, read as records that keep their place in the file.
+"""Rows of files and tables, read as records that keep their place: conversations, or samples tokenised before.
 
-Three forms are told apart line by line, so one file may mix them. The first of these keys that is not null decides:
+Four forms are told apart row by row, so one file may mix them. The first of these keys that is not null decides:
 
-- ``input_ids``, with an optional ``loss_mask``: tokenised before; without a mask every token is trained on;
+- ``input_ids``: tokenised before, with its mask as ``loss_mask``, a list of 0 and 1; as ``loss_mask_rle``, the lengths
+  of its runs as the ledger has them (``store.schema.rle_encode``); or as ``assistant_masks``, which is what
+  ``transformers`` and TRL call such a list. Without a mask every token is trained on;
 - ``messages``: OpenAI's form, with ``tools`` and ``chat_template_kwargs`` beside it;
-- ``conversations``: ShareGPT's form, with ``tools`` and ``system`` beside it.
+- ``conversations``: ShareGPT's form, with ``tools`` and ``system`` beside it;
+- ``prompt``, with ``response`` or ``completion``: texts or lists of messages, with what the two above have beside them.
 
 A row's ``id`` may be a string or a whole number. A row without one is named by its content (``sha256-`` and 32 hex
 digits), not by its line: a shuffled, filtered or split file then gives the same ids, and a capture goes on where it
-stopped. When the same content comes again without an id, the second is given the suffix ``-2``, the third ``-3``; which
-of them is which does not matter, as they are the same.
+stopped; and so does a table of the same rows, since null fields do not count. When the same content comes again without
+an id, the second is given the suffix ``-2``, the third ``-3``; which of them is which does not matter, as they are the
+same.
 """
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sglang_hs_capture.data.lines import LINE_LIMIT, check_files, read_lines
-from sglang_hs_capture.data.messages import parse_messages, parse_sharegpt, parse_tools
-from sglang_hs_capture.data.records import BadRow, Conversation, InputProblem, LossMask, Record, Sample, TokenIds, shown
+from sglang_hs_capture.data.files import Row, find_files, read_rows
+from sglang_hs_capture.data.lines import LINE_LIMIT
+from sglang_hs_capture.data.messages import parse_messages, parse_prompt, parse_sharegpt, parse_tools
+from sglang_hs_capture.data.records import (
+    BadRow,
+    Conversation,
+    InputProblem,
+    LossMask,
+    Message,
+    Record,
+    Sample,
+    TokenIds,
+    shown,
+)
+from sglang_hs_capture.data.shuffle import shuffled_rows
+from sglang_hs_capture.store.schema import rle_decode
 
 MAX_ID_CHARACTERS = 4096
 
-_FORMS = ("input_ids", "messages", "conversations")
-_CONTENT_KEYS = (*_FORMS, "loss_mask", "tools", "system", "chat_template_kwargs")
+_MASK_KEYS = ("loss_mask", "loss_mask_rle", "assistant_masks")
+_MASK_VALUES = dict.fromkeys(_MASK_KEYS, "0 and 1") | {"loss_mask_rle": "lengths of runs"}
+_ANSWER_KEYS = ("response", "completion")
+# The forms by the key that decides, each with what else of a row is its content.
+_FORMS = {
+    "input_ids": _MASK_KEYS,
+    "messages": ("tools", "chat_template_kwargs"),
+    "conversations": ("tools", "system", "chat_template_kwargs"),
+    "prompt": (*_ANSWER_KEYS, "tools", "system", "chat_template_kwargs"),
+}
 _MEDIA_KEYS = ("images", "image", "videos", "audios")
+_COLUMNS = frozenset({"id", *_FORMS, *_MEDIA_KEYS}.union(*_FORMS.values()))
 # What a row may not pass to the template, because it belongs to the call itself.
 _RESERVED_KWARGS = frozenset(
     {
@@ -53,16 +79,17 @@ _RESERVED_KWARGS = frozenset(
 
 
 def iter_records(
-    paths: str | Path | Iterable[str | Path], *, line_limit: int = LINE_LIMIT
+    paths: str | Path | Iterable[str | Path], *, line_limit: int = LINE_LIMIT, shuffle_seed: int | None = None
 ) -> Iterator[Record | InputProblem]:
-    """Read conversation files, plain or gzip-compressed, one after the other.
+    """Read conversation files one after the other, or their rows in a random order.
 
-    Blank lines are skipped and a UTF-8 byte order mark is tolerated. Memory is bounded by the longest line and a few
-    dozen bytes for each row without an id.
+    Blank lines are skipped and a UTF-8 byte order mark is tolerated. Memory is bounded by the longest line or a batch
+    of rows, a few dozen bytes for each row without an id, and those that shuffling takes (``shuffle.shuffled_rows``).
 
     Args:
-        paths: the files.
-        line_limit: a longer line, in bytes, is a problem.
+        paths: files, folders and patterns (``files.find_files``).
+        line_limit: a longer line or row, in bytes, is a problem.
+        shuffle_seed: chooses the order; the same input and seed give the same order. None for the files' own.
 
     Yields:
         a ``Conversation``, a ``Sample`` for a row tokenised before, or an ``InputProblem`` for a line that cannot be
@@ -71,7 +98,14 @@ def iter_records(
     Raises:
         InputError: at the call, a file is missing or cannot be opened; later, the operating system cannot read on.
     """
-    return _records(check_files(paths), line_limit)
+    files = find_files(paths)
+    if shuffle_seed is not None:
+        return _records(shuffled_rows(files, _rows_of, shuffle_seed, line_limit))
+    return _records((file, number, row) for file in files for number, row in _rows_of(file, line_limit))
+
+
+def _rows_of(file: Path, line_limit: int) -> Iterator[tuple[int, Row]]:
+    return read_rows(file, _COLUMNS, tuple(_FORMS), line_limit)
 
 
 def check_template_kwargs(raw: Any, where: str = "chat_template_kwargs") -> dict[str, Any]:
@@ -90,25 +124,24 @@ def check_template_kwargs(raw: Any, where: str = "chat_template_kwargs") -> dict
     return raw
 
 
-def _records(files: list[Path], line_limit: int) -> Iterator[Record | InputProblem]:
+def _records(rows: Iterable[tuple[Path, int, Row]]) -> Iterator[Record | InputProblem]:
     names = _ContentNames()
-    for file in files:
-        for number, line in read_lines(file, line_limit):
-            source = f"{file}:{number}"
-            sample_id = None
-            try:
-                if isinstance(line, BadRow):
-                    raise line
-                if not line or line.isspace():
-                    continue
-                row = _parse_line(line, number)
-                sample_id = _own_id(row)
-                record = _parse_row(row, sample_id or "", source)
-                yield record if sample_id else _renamed(record, names.name(row))
-            except BadRow as problem:
-                yield InputProblem(source, str(problem), sample_id)
-            except RecursionError:
-                yield InputProblem(source, "the JSON is nested too deeply", sample_id)
+    for file, number, raw in rows:
+        source = f"{file}:{number}"
+        sample_id = None
+        try:
+            if isinstance(raw, BadRow):
+                raise raw
+            if isinstance(raw, bytes) and (not raw or raw.isspace()):
+                continue
+            row = _parse_line(raw, number) if isinstance(raw, bytes) else raw
+            sample_id = _own_id(row)
+            record = _parse_row(row, sample_id or "", source)
+            yield record if sample_id else _renamed(record, names.name(row))
+        except BadRow as problem:
+            yield InputProblem(source, str(problem), sample_id)
+        except RecursionError:
+            yield InputProblem(source, "the JSON is nested too deeply", sample_id)
 
 
 class _ContentNames:
@@ -118,12 +151,29 @@ class _ContentNames:
         self._seen: Counter[bytes] = Counter()
 
     def name(self, row: dict[str, Any]) -> str:
-        content = {key: row[key] for key in _CONTENT_KEYS if row.get(key) is not None}
-        canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        """
+        Raises:
+            BadRow: a table has something in the row that JSON has no form for.
+        """
+        form = _form_of(row)
+        content = _without_nulls({key: row.get(key) for key in (form, *_FORMS[form])})
+        try:
+            canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        except TypeError as error:
+            raise BadRow(f"the row holds a value of a type that JSON does not have: {error}") from None
         digest = hashlib.sha256(canonical.encode("ascii")).digest()[:16]
         self._seen[digest] += 1
         count = self._seen[digest]
         return f"sha256-{digest.hex()}" + (f"-{count}" if count > 1 else "")
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value without its null fields, which tell nothing: a table has one wherever a row of it has no such field."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list) and not (value and isinstance(value[0], int)):  # token ids are many, and numbers
+        return [_without_nulls(item) for item in value]
+    return value
 
 
 def _renamed(record: Record, sample_id: str) -> Record:
@@ -166,23 +216,42 @@ def _own_id(row: dict[str, Any]) -> str | None:
     return raw
 
 
-def _parse_row(row: dict[str, Any], sample_id: str, source: str) -> Record:
+def _form_of(row: dict[str, Any]) -> str:
     form = next((key for key in _FORMS if row.get(key) is not None), None)
     if form is None:
         raise BadRow(f"unknown form: expected one of the keys {', '.join(_FORMS)}; got {shown(sorted(row))}")
+    return form
+
+
+def _parse_row(row: dict[str, Any], sample_id: str, source: str) -> Record:
+    form = _form_of(row)
     if form == "input_ids":
         input_ids = _token_ids(row["input_ids"])
-        return Sample(sample_id, source, input_ids, _loss_mask(row.get("loss_mask"), len(input_ids)))
+        return Sample(sample_id, source, input_ids, _mask_of(row, len(input_ids)))
     media = [key for key in _MEDIA_KEYS if row.get(key)]
     if media:
         raise BadRow(f"{media[0]}: images and other media are not supported yet, only text")
-    messages = (
-        parse_messages(row["messages"])
-        if form == "messages"
-        else parse_sharegpt(row["conversations"], row.get("system"))
-    )
     kwargs = check_template_kwargs(row.get("chat_template_kwargs"))
-    return Conversation(sample_id, source, messages, parse_tools(row.get("tools")), kwargs)
+    return Conversation(sample_id, source, _messages_of(row, form), parse_tools(row.get("tools")), kwargs)
+
+
+def _messages_of(row: dict[str, Any], form: str) -> list[Message]:
+    if form == "messages":
+        return parse_messages(row["messages"])
+    if form == "conversations":
+        return parse_sharegpt(row["conversations"], row.get("system"))
+    answer = _only_one(row, _ANSWER_KEYS)
+    if answer is None:
+        raise BadRow(f"prompt: expected one of {', '.join(_ANSWER_KEYS)} beside it; got {shown(sorted(row))}")
+    return parse_prompt(row["prompt"], row[answer], answer, row.get("system"))
+
+
+def _only_one(row: dict[str, Any], keys: Sequence[str]) -> str | None:
+    """Which of some keys a row has; None for none of them."""
+    present = [key for key in keys if row.get(key) is not None]
+    if len(present) > 1:
+        raise BadRow(f"{present[0]} and {present[1]}: expected one of them, as both say the same")
+    return next(iter(present), None)
 
 
 def _token_ids(raw: Any) -> TokenIds:
@@ -196,14 +265,29 @@ def _token_ids(raw: Any) -> TokenIds:
     return np.array(raw, dtype=np.int64)
 
 
-def _loss_mask(raw: Any, length: int) -> LossMask:
-    if raw is None:
+def _mask_of(row: dict[str, Any], length: int) -> LossMask:
+    key = _only_one(row, _MASK_KEYS)
+    if key is None:
         return np.ones(length, dtype=np.uint8)
+    raw = row[key]
     if not isinstance(raw, list):
-        raise BadRow(f"loss_mask: expected a list of 0 and 1; got {type(raw).__name__}")
+        raise BadRow(f"{key}: expected a list of {_MASK_VALUES[key]}; got {type(raw).__name__}")
+    return _from_runs(raw, length) if key == "loss_mask_rle" else _loss_mask(raw, length, key)
+
+
+def _loss_mask(raw: list[Any], length: int, key: str) -> LossMask:
     if len(raw) != length:
-        raise BadRow(f"loss_mask: expected {length} values, one for each of input_ids; got {len(raw)}")
+        raise BadRow(f"{key}: expected {length} values, one for each of input_ids; got {len(raw)}")
     for position, value in enumerate(raw):
         if not isinstance(value, int) or value not in (0, 1):
-            raise BadRow(f"loss_mask[{position}]: expected 0 or 1; got {shown(value)}")
+            raise BadRow(f"{key}[{position}]: expected 0 or 1; got {shown(value)}")
     return np.array(raw, dtype=np.uint8)
+
+
+def _from_runs(raw: list[Any], length: int) -> LossMask:
+    for place, run in enumerate(raw):
+        if type(run) is not int or not 0 <= run <= length:
+            raise BadRow(f"loss_mask_rle[{place}]: expected the length of a run, from 0 to {length}; got {shown(run)}")
+    if sum(raw) != length:
+        raise BadRow(f"loss_mask_rle: expected runs of {length} tokens together, as input_ids has; got {sum(raw)}")
+    return rle_decode(raw).astype(np.uint8)

@@ -23,7 +23,8 @@ def last_run(mask: LossMask) -> LossMask:
 def fitted(sample: Sample, preparation: Preparation) -> Prepared:
     """The sample, cut where it is too long; or why it is left out."""
     length, limit = len(sample.input_ids), preparation.max_length
-    if not sample.loss_mask.any():
+    keep = preparation.keep_untrained
+    if not keep and not sample.loss_mask.any():
         return Excluded(sample.source, Exclusion.NO_LOSS, sample.id)
     if limit is None or length <= limit:
         return sample
@@ -33,6 +34,6 @@ def fitted(sample: Sample, preparation: Preparation) -> Prepared:
         reason = f"prompt of {length} tokens is longer than --max-length, {limit}"
         return InputProblem(sample.source, reason, sample.id)
     kept = slice(limit) if preparation.overflow is Overflow.TRUNCATE_RIGHT else slice(length - limit, None)
-    if not sample.loss_mask[kept].any():
+    if not keep and not sample.loss_mask[kept].any():
         return Excluded(sample.source, Exclusion.LOSS_CUT_OFF, sample.id)
     return replace(sample, input_ids=sample.input_ids[kept], loss_mask=sample.loss_mask[kept], cut=length - limit)

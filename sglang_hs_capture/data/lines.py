@@ -1,9 +1,9 @@
-"""Reads the lines of a plain or gzip-compressed file in bounded memory."""
+"""Reads the lines of a plain, gzip- or zstd-compressed file in bounded memory."""
 
 import gzip
 import io
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -12,63 +12,17 @@ from sglang_hs_capture.errors import InputError
 
 LINE_LIMIT = 64 * 2**20
 GZIP_MAGIC = b"\x1f\x8b"
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _SKIP_BYTES = 2**20
 _BOM = b"\xef\xbb\xbf"
 
 
-def check_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
-    """The files to read, all of which can be opened.
+def open_input(file: Path) -> io.BufferedReader:
+    """Open a file, or a pipe, for reading from its beginning.
 
     Raises:
-        InputError: none is given, or one is missing, a directory or not readable.
+        InputError: the operating system refuses.
     """
-    files = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
-    if not files:
-        raise InputError("expected at least one conversation file; got none")
-    for file in files:
-        if not file.exists():
-            raise InputError(f"{file}: no such file; expected a JSON Lines file of conversations")
-        if file.is_dir():
-            raise InputError(f"{file}: is a directory; name the JSON Lines files in it one by one")
-        if file.is_file():  # opening a pipe here would take its data away
-            _open(file).close()
-    return files
-
-
-def read_lines(file: Path, limit: int = LINE_LIMIT) -> Iterator[tuple[int, bytes | BadRow]]:
-    """The file's lines with their numbers, counted from 1, without a byte order mark; compression is found by content.
-
-    A line of more than ``limit`` bytes is skipped and given as a ``BadRow``, as is the place where compressed data
-    breaks off, after which the file has no further lines.
-
-    Raises:
-        InputError: the operating system cannot read the file.
-    """
-    number = 0
-    with _open(file) as plain:
-        compressed = plain.peek(2)[:2] == GZIP_MAGIC
-        stream = cast(BinaryIO, gzip.GzipFile(fileobj=plain)) if compressed else plain
-        while True:
-            number += 1
-            try:
-                line = stream.readline(limit + 1)
-                over = len(line) > limit and not (len(line) == limit + 1 and line.endswith(b"\n"))
-                if over:
-                    _skip_line(stream, line)
-            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-                yield number, BadRow(f"the compressed data is damaged or cut off here ({error})")
-                return
-            except OSError as error:
-                raise InputError(f"{file}:{number}: cannot be read: {error.strerror or error}") from error
-            if not line:
-                return
-            if over:
-                yield number, BadRow(f"the line is longer than the limit of {limit} bytes")
-            else:
-                yield number, line.removeprefix(_BOM) if number == 1 else line
-
-
-def _open(file: Path) -> io.BufferedReader:
     try:
         stream = file.open("rb")
         stream.peek(1)
@@ -77,6 +31,71 @@ def _open(file: Path) -> io.BufferedReader:
         raise InputError(f"{file}: cannot be read: {error.strerror or error}") from error
 
 
-def _skip_line(stream: BinaryIO, piece: bytes) -> None:
+def read_lines(file: Path, limit: int = LINE_LIMIT) -> Iterator[tuple[int, int, bytes | BadRow]]:
+    """The file's lines without a byte order mark; compression is found by content.
+
+    A line of more than ``limit`` bytes is skipped and given as a ``BadRow``, as is the place where compressed data
+    breaks off, after which the file has no further lines.
+
+    Yields:
+        the line's number, counted from 1; the byte of the uncompressed data at which it begins; the line.
+
+    Raises:
+        InputError: the operating system cannot read the file.
+    """
+    number, start = 0, 0
+    with open_input(file) as plain:
+        stream = _uncompressed(plain)
+        while True:
+            number += 1
+            try:
+                line = stream.readline(limit + 1)
+                size = len(line)
+                over = size > limit and not (size == limit + 1 and line.endswith(b"\n"))
+                if over:
+                    size += _skip_line(stream, line)
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                yield number, start, _broken_off(error)
+                return
+            except OSError as error:
+                if error.errno is None and stream is not plain:  # how pyarrow tells that compressed data is damaged
+                    yield number, start, _broken_off(error)
+                    return
+                raise InputError(f"{file}:{number}: cannot be read: {error.strerror or error}") from error
+            if not line:
+                return
+            if over:
+                yield number, start, BadRow(f"the line is longer than the limit of {limit} bytes")
+            else:
+                mark = len(_BOM) if number == 1 and line.startswith(_BOM) else 0
+                yield number, start + mark, line[mark:]
+            start += size
+
+
+def is_compressed(head: bytes) -> bool:
+    """Whether a file that begins so is compressed in a way that ``read_lines`` knows."""
+    return head.startswith((GZIP_MAGIC, ZSTD_MAGIC))
+
+
+def _uncompressed(plain: io.BufferedReader) -> BinaryIO:
+    head = plain.peek(len(ZSTD_MAGIC))
+    if head.startswith(GZIP_MAGIC):
+        return cast(BinaryIO, gzip.GzipFile(fileobj=plain))
+    if head.startswith(ZSTD_MAGIC):
+        import pyarrow
+
+        # Unlike zstandard's own reader, this one tells where data was cut off.
+        return cast(BinaryIO, io.BufferedReader(pyarrow.CompressedInputStream(plain, "zstd")))
+    return plain
+
+
+def _broken_off(error: Exception) -> BadRow:
+    return BadRow(f"the compressed data is damaged or cut off here ({error})")
+
+
+def _skip_line(stream: BinaryIO, piece: bytes) -> int:
+    skipped = 0
     while piece and not piece.endswith(b"\n"):
         piece = stream.readline(_SKIP_BYTES)
+        skipped += len(piece)
+    return skipped

@@ -48,11 +48,19 @@ def parse_sharegpt(raw: Any, system: Any = None) -> list[Message]:
         messages = parse_messages(turns, "conversations")
     else:
         messages = _parse_turns(turns)
-    if system is None or system == "":
-        return messages
-    if not isinstance(system, str):
-        raise BadRow(f"system: expected a string; got {type(system).__name__}")
-    return [{"role": "system", "content": system}, *messages]
+    return _with_system(system, messages)
+
+
+def parse_prompt(prompt: Any, answer: Any, answer_key: str, system: Any = None) -> list[Message]:
+    """Turn a prompt and the answer to it into OpenAI messages.
+
+    Each is a text or, as TRL has them, a list of messages. ``system`` is the row's own system prompt, which goes first.
+
+    Raises:
+        BadRow: one of them is neither, or a message in them is wrong.
+    """
+    asked = _text_or_messages(prompt, "prompt", "user")
+    return _with_system(system, [*asked, *_text_or_messages(answer, answer_key, "assistant")])
 
 
 def with_names_in_ids(messages: Sequence[Message]) -> list[Message]:
@@ -106,6 +114,22 @@ def parse_tools(raw: Any) -> list[dict[str, Any]] | None:
     return [
         tool if "function" in tool or "name" not in tool else {"type": "function", "function": tool} for tool in raw
     ]
+
+
+def _with_system(system: Any, messages: list[Message]) -> list[Message]:
+    if system is None or system == "":
+        return messages
+    if not isinstance(system, str):
+        raise BadRow(f"system: expected a string; got {type(system).__name__}")
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _text_or_messages(raw: Any, key: str, role: str) -> list[Message]:
+    if isinstance(raw, str):
+        return [{"role": role, "content": raw}]
+    if isinstance(raw, list):
+        return parse_messages(raw, key)
+    raise BadRow(f"{key}: expected a text or a list of messages; got {type(raw).__name__}")
 
 
 def _message_list(raw: Any, key: str) -> list[Any]:

@@ -41,6 +41,7 @@ class Preparation:
         loss_on: all of the assistant's turns, or the last one of each conversation.
         max_length: the longest sample, in tokens; None for no limit.
         overflow: what becomes of a longer one.
+        keep_untrained: whether samples without a token that is trained on are samples like any other.
     """
 
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -48,3 +49,14 @@ class Preparation:
     loss_on: LossOn = LossOn.ALL
     max_length: int | None = None
     overflow: Overflow = Overflow.TRUNCATE_RIGHT
+    keep_untrained: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """As the record of a tokenised set has it."""
+        return {
+            "chat_template_kwargs": dict(self.template_kwargs),
+            "split_turns": self.split_turns.value,
+            "loss_on": self.loss_on.value,
+            "max_length": self.max_length,
+            "overflow": self.overflow.value if self.max_length is not None else None,
+        }

@@ -38,7 +38,7 @@ class Sample:
 
     Attributes:
         id: unique in a dataset; any string of at most 4096 characters, lone surrogates included.
-        source: ``file:line``.
+        source: ``file:line``, or ``file:row`` for a table.
         input_ids: int64 ``[S]``, S at least 1.
         loss_mask: uint8 ``[S]``; 1 for tokens that are trained on.
         cut: number of tokens that were cut off to make it no longer than ``--max-length``.

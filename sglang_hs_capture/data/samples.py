@@ -47,6 +47,11 @@ class SamplePreparer:
         self._more_stop_ids = frozenset(stop_ids)
         self._template: ChatTemplate | None = None
 
+    @property
+    def tokenizer(self) -> Any:
+        """The ``transformers`` tokenizer; None if there is none."""
+        return self._tokenizer
+
     def prepare(self, record: Record) -> list[Prepared]:
         """Tokenise one record, and bring it to the length and the loss that are asked for.
 
@@ -63,6 +68,17 @@ class SamplePreparer:
             return [fitted(sample, self._preparation) for sample in self._tokenised(record)]
         except BadRow as problem:
             return [InputProblem(record.source, str(problem), record.id)]
+
+    def prepare_all(
+        self, records: Iterable[Record | InputProblem]
+    ) -> Iterator[tuple[Record | InputProblem, list[Prepared]]]:
+        """Each record and what became of it, in the order given; problems are passed on as they are.
+
+        Raises:
+            InputError: see ``prepare``.
+        """
+        for record in records:
+            yield record, [record] if isinstance(record, InputProblem) else self.prepare(record)
 
     def _tokenised(self, record: Conversation) -> list[Sample]:
         template = self._chat_template(record.source)
@@ -98,41 +114,46 @@ def iter_samples(
     *,
     max_length: int | None,
     vocab_size: int | None = None,
+    shuffle_seed: int | None = None,
 ) -> Iterator[Prepared]:
-    """Read conversation files as samples, in the files' order, each id at most once.
+    """Read conversation files as samples, in the files' order or a random one, each id at most once.
 
     Memory grows by about a hundred bytes for each sample, for the ids seen.
 
     Args:
-        paths: the files.
+        paths: files, folders and patterns.
         preparer: tokenises conversations.
         max_length: the longest prompt that the model takes, in tokens; None for no limit.
         vocab_size: token ids must be below it; None for no limit.
+        shuffle_seed: see ``iter_records``.
 
     Raises:
         InputError: a file cannot be read (when missing: at the call), or no conversation can be prepared.
     """
-    return _samples(iter_records(paths), preparer, max_length, vocab_size)
+    return _samples(iter_records(paths, shuffle_seed=shuffle_seed), preparer, max_length, vocab_size)
 
 
 def _samples(
     records: Iterable[Record | InputProblem], preparer: SamplePreparer, max_length: int | None, vocab_size: int | None
 ) -> Iterator[Prepared]:
     seen = _Ids()
+    for record, prepared in preparer.prepare_all(_unique(records, seen)):
+        for sample in prepared:
+            if not isinstance(sample, Sample):
+                yield sample
+                continue
+            # The samples of a conversation that was split have ids of their own.
+            split = not isinstance(record, InputProblem) and sample.id != record.id
+            taken = split and seen.has(sample.id)
+            reason = _repeated(sample.id) if taken else _problem(sample, max_length, vocab_size)
+            yield InputProblem(sample.source, reason, sample.id) if reason else sample
+
+
+def _unique(records: Iterable[Record | InputProblem], seen: "_Ids") -> Iterator[Record | InputProblem]:
     for record in records:
-        if isinstance(record, InputProblem):
-            yield record
-        elif seen.has(record.id):
-            yield InputProblem(record.source, _repeated(record.id), record.id)
-        else:
-            for sample in preparer.prepare(record):
-                if not isinstance(sample, Sample):
-                    yield sample
-                    continue
-                # The samples of a conversation that was split have ids of their own.
-                taken = sample.id != record.id and seen.has(sample.id)
-                reason = _repeated(sample.id) if taken else _problem(sample, max_length, vocab_size)
-                yield InputProblem(record.source, reason, sample.id) if reason else sample
+        if not isinstance(record, InputProblem) and seen.has(record.id):
+            record = InputProblem(record.source, _repeated(record.id), record.id)  # noqa: PLW2901
+        yield record
 
 
 class _Ids:

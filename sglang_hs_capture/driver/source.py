@@ -1,20 +1,22 @@
 """The input of a run: conversation files, with a tokenizer that is loaded only if a conversation turns up."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_hs_capture.data.lines import GZIP_MAGIC
+from sglang_hs_capture.data.files import count_rows, find_files
+from sglang_hs_capture.data.parallel import PooledPreparer
 from sglang_hs_capture.data.preparation import Preparation
-from sglang_hs_capture.data.records import Prepared, Record, Sample
+from sglang_hs_capture.data.records import Prepared
 from sglang_hs_capture.data.samples import SamplePreparer, iter_samples
 from sglang_hs_capture.data.template import load_tokenizer, read_stop_ids
-from sglang_hs_capture.errors import ConfigError
+from sglang_hs_capture.errors import ConfigError, InputError
 
 COUNT_BYTES_LIMIT = 2**31
-_COUNT_BLOCK = 2**22
+MOST_WORKERS = 16
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,13 @@ class Source:
     """Where samples come from.
 
     Attributes:
-        paths: conversation files.
+        paths: conversation files, folders and patterns (``data.files.find_files``).
         tokenizer: a directory or hub id.
         chat_template: a file that takes the place of the tokenizer's own template.
         preparation: how conversations become samples.
         trust_remote_code: whether the tokenizer may run code of its own.
+        shuffle_seed: chooses a random order; None for that of the files.
+        workers: the most processes that tokenise.
     """
 
     paths: Sequence[Path]
@@ -34,42 +38,48 @@ class Source:
     chat_template: Path | None = None
     preparation: Preparation = field(default_factory=Preparation)
     trust_remote_code: bool = False
+    shuffle_seed: int | None = None
+    workers: int = 1
 
-    def samples(self, *, max_length: int | None, vocab_size: int | None) -> Iterator[Prepared]:
+    def samples(
+        self, *, max_length: int | None, vocab_size: int | None, preparer: PooledPreparer | None = None
+    ) -> Iterator[Prepared]:
         """Read the files.
 
         Args:
             max_length: the longest prompt the model takes, as far as it is known.
             vocab_size: token ids must be below it; None if it is not known.
+            preparer: from ``preparer``, for a caller that wants to see it afterwards.
 
         Raises:
             InputError: a file is missing.
         """
-        preparer = LazyPreparer(self._load, self.preparation)
-        return iter_samples(self.paths, preparer, max_length=max_length, vocab_size=vocab_size)
+        return iter_samples(
+            self.paths,
+            preparer or self.preparer(),
+            max_length=max_length,
+            vocab_size=vocab_size,
+            shuffle_seed=self.shuffle_seed,
+        )
 
-    def _load(self) -> SamplePreparer:
-        tokenizer = load_tokenizer(
+    def load_tokenizer(self) -> Any:
+        """The tokenizer, with the chat template asked for; None where none is named.
+
+        Raises:
+            InputError: it cannot be loaded.
+        """
+        if not self.tokenizer:
+            return None
+        return load_tokenizer(
             self.tokenizer, trust_remote_code=self.trust_remote_code, chat_template=self.chat_template
         )
-        return SamplePreparer(tokenizer, self.preparation, stop_ids=read_stop_ids(self.tokenizer))
 
+    def preparer(self) -> PooledPreparer:
+        """What tokenises the conversations; it loads the tokenizer when the first one comes."""
+        return PooledPreparer(self._load, self.workers, preparation=self.preparation)
 
-class LazyPreparer(SamplePreparer):
-    """A preparer that is made when the first conversation comes; rows tokenised before need none."""
-
-    def __init__(self, load: Callable[[], SamplePreparer], preparation: Preparation) -> None:
-        super().__init__(preparation=preparation)
-        self._load = load
-        self._loaded: SamplePreparer | None = None
-
-    def prepare(self, record: Record) -> list[Prepared]:
-        """See ``SamplePreparer.prepare``."""
-        if isinstance(record, Sample):
-            return super().prepare(record)
-        if self._loaded is None:
-            self._loaded = self._load()
-        return self._loaded.prepare(record)
+    def _load(self) -> SamplePreparer:
+        return SamplePreparer(self.load_tokenizer(), self.preparation, stop_ids=read_stop_ids(self.tokenizer))
 
 
 def parse_template_kwargs(text: str | None) -> dict[str, Any]:
@@ -87,20 +97,18 @@ def parse_template_kwargs(text: str | None) -> dict[str, Any]:
     return raw
 
 
-def count_lines(paths: Sequence[Path]) -> int | None:
-    """Number of lines of plain files, for a progress bar; None where counting them would take long."""
-    if sum(path.stat().st_size for path in paths) > COUNT_BYTES_LIMIT:
+def count_samples(paths: Sequence[Path]) -> int | None:
+    """Number of lines and rows of an input, for a progress bar; None where counting them would take long."""
+    try:
+        return count_rows(find_files(paths), COUNT_BYTES_LIMIT)
+    except InputError:  # reading will tell it, and better
         return None
-    total = 0
-    for path in paths:
-        with path.open("rb") as file:
-            block = file.read(_COUNT_BLOCK)
-            if block.startswith(GZIP_MAGIC):
-                return None
-            last = b"\n"
-            while block:
-                total += block.count(b"\n")
-                last = block[-1:]
-                block = file.read(_COUNT_BLOCK)
-            total += last != b"\n"
-    return total
+
+
+def default_workers(share: int) -> int:
+    """How many processes tokenise unless the user says otherwise.
+
+    Args:
+        share: one of so many processors may be taken.
+    """
+    return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // share))

@@ -1,5 +1,6 @@
 """What a run did, in numbers and in plain words."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -8,7 +9,7 @@ from sglang_hs_capture.data.records import Exclusion, InputProblem
 SHOWN_PROBLEMS = 20
 EXCLUDED_FOR = {
     Exclusion.TOO_LONG: "longer than --max-length",
-    Exclusion.NO_LOSS: "without a token to train on",
+    Exclusion.NO_LOSS: "without a token to train on (--keep-untrained keeps such)",
     Exclusion.LOSS_CUT_OFF: "without a token to train on within --max-length",
 }
 GB = 1e9
@@ -69,7 +70,7 @@ class Summary:
             return [self._nothing(), *self._changed(), *_list("Skipped", self.skipped)]
         rate = f", {self.tokens_per_s:,.0f} tokens/s" if self.seconds else ""
         lines = [
-            f"Captured {_count(self.captured, 'sample')} ({self.tokens:,} tokens, {self.bytes / GB:.2f} GB) "
+            f"Captured {count_of(self.captured, 'sample')} ({self.tokens:,} tokens, {self.bytes / GB:.2f} GB) "
             f"in {self.seconds:.1f} s{rate}.",
             f"Looked at {self.asked:,}; {self.already:,} were there already; {len(self.skipped):,} skipped; "
             f"{len(self.dropped):,} dropped.",
@@ -89,27 +90,30 @@ class Summary:
             return "Nothing to do: the input holds no sample."
         if self.asked == sum(self.excluded.values()):
             return "Nothing to do: every sample of the input is excluded."
-        skipped = f", and {_count(len(self.skipped), 'line')} skipped" if self.skipped else ""
-        return f"Nothing left to do: all {_count(self.already, 'sample')} of the input are in {self.output}{skipped}."
+        skipped = f", and {count_of(len(self.skipped), 'line')} skipped" if self.skipped else ""
+        return f"Nothing left to do: all {count_of(self.already, 'sample')} of the input are in {self.output}{skipped}."
 
     def _changed(self) -> list[str]:
         lines = []
         if self.remasked:
-            lines.append(f"Brought the loss mask of {_count(self.remasked, 'sample')} up to date.")
-        if self.excluded:
-            reasons = (
-                f"{self.excluded[reason]:,} {words}"
-                for reason, words in EXCLUDED_FOR.items()
-                if reason in self.excluded
-            )
-            lines.append(f"Excluded {_count(sum(self.excluded.values()), 'sample')}: {', '.join(reasons)}.")
+            lines.append(f"Brought the loss mask of {count_of(self.remasked, 'sample')} up to date.")
+        lines += excluded_lines(self.excluded)
         if self.truncated:
-            lines.append(f"Cut {_count(self.truncated, 'sample')} to --max-length.")
+            lines.append(f"Cut {count_of(self.truncated, 'sample')} to --max-length.")
         return lines
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def count_of(number: int, noun: str, nouns: str | None = None) -> str:
+    """A number of things, in words; ``nouns`` is the plural where it is not ``noun`` with an s."""
+    return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"
+
+
+def excluded_lines(excluded: Mapping[Exclusion, int]) -> list[str]:
+    """What was left out by the settings, for a person; nothing if nothing was."""
+    if not excluded:
+        return []
+    reasons = (f"{excluded[reason]:,} {words}" for reason, words in EXCLUDED_FOR.items() if reason in excluded)
+    return [f"Excluded {count_of(sum(excluded.values()), 'sample')}: {', '.join(reasons)}."]
 
 
 def _list(title: str, problems: list[InputProblem]) -> list[str]:

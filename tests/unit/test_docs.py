@@ -29,7 +29,7 @@ OPTIONS = {
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"```.*?\n(.*?)```|`([^`]+)`", re.DOTALL)
-CALL = re.compile(r"^\s*hs-capture (\w+)\b([^|#\n]*)", re.MULTILINE)
+CALL = re.compile(r"^\s*hs-capture ([\w-]+)([^|#\n]*)", re.MULTILINE)
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 PARAMETRIZED = pytest.mark.parametrize("name", TEXTS)
 
@@ -106,7 +106,7 @@ def test_python_compiles(name):
 
 def test_the_input_forms_of_the_readme_are_json():
     rows = [json.loads(line) for block in blocks("README.md", "json") for line in block.splitlines()]
-    assert [sorted(row)[-1] for row in rows] == ["loss_mask", "messages", "id"]
+    assert [sorted(row)[-1] for row in rows] == ["loss_mask", "messages", "id", "response"]
 
 
 def test_the_settings_of_the_readme_are_those_of_the_code():

@@ -146,8 +146,9 @@ def test_run_passes_its_options_on(capsys, tmp_path, model, data, monkeypatch):
 
     monkeypatch.setattr(run_module, "run_on_own_server", run_on_own_server)
     words = f"--layers 2,4 --final both --dtype float16 --on-bad-input skip --limit 7 --max-in-flight 3 \
-        --max-length 9 --overflow drop --split-turns never --loss-on last \
-        --rid-prefix x- --ring-gb 2 --shard-gb 1 --min-free-gb 0.5 --json-summary {tmp_path}/s.json --trust-remote-code"
+        --max-length 9 --overflow drop --split-turns never --loss-on last --rid-prefix x- --shuffle-seed 5 \
+        --keep-untrained --workers 3 --ring-gb 2 --shard-gb 1 --min-free-gb 0.5 \
+        --json-summary {tmp_path}/s.json --trust-remote-code"
     ours = ["run", "--model", model, "--data", data, "--output", tmp_path / "out", *words.split()]
     code, out, err = call(capsys, *ours, "--", "--tp-size", "8")
     assert code == 6
@@ -160,10 +161,12 @@ def test_run_passes_its_options_on(capsys, tmp_path, model, data, monkeypatch):
     assert (capture.layers, capture.final, capture.dtype, capture.rid_prefix) == ((2, 4), "both", "float16", "x-")
     assert (capture.ring_bytes, capture.shard_bytes, capture.min_free_bytes) == (2 * 2**30, 2**30, 2**29)
     assert (settings.on_bad_input, settings.limit) == ("skip", 7)
-    prepared = seen["source"].preparation
+    source = seen["source"]
+    prepared = source.preparation
     assert (prepared.max_length, prepared.overflow) == (9, "drop")
     assert (prepared.split_turns, prepared.loss_on) == ("never", "last")
     assert settings.pump.max_prompts == 3
+    assert (source.shuffle_seed, prepared.keep_untrained, source.workers) == (5, True, 3)
     assert capture.output_dir == str(tmp_path / "out")
 
 

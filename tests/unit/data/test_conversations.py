@@ -138,7 +138,32 @@ MESSAGE_PROBLEMS = {
     ],
 }
 ROW_PROBLEMS = {
-    "unknown form: expected one of the keys input_ids, messages, conversations; got ['text']": {"text": "x"},
+    "unknown form: expected one of the keys input_ids, messages, conversations, prompt; got ['text']": {"text": "x"},
+    "prompt: expected one of response, completion beside it; got ['chosen', 'prompt']": {"prompt": "x", "chosen": "y"},
+    "response and completion: expected one of them": {"prompt": "x", "response": "y", "completion": "z"},
+    "prompt: expected a text or a list of messages; got int": {"prompt": 1, "response": "y"},
+    "completion: expected a text or a list of messages; got dict": {"prompt": "x", "completion": {}},
+    "prompt: the conversation is empty": {"prompt": [], "response": "y"},
+    "prompt[0]: unknown role 'bot'": {"prompt": [{"role": "bot", "content": "x"}], "response": "y"},
+    "loss_mask and loss_mask_rle: expected one of them": {"input_ids": [1], "loss_mask": [1], "loss_mask_rle": [0, 1]},
+    "loss_mask_rle: expected a list of lengths of runs; got str": {"input_ids": [1], "loss_mask_rle": "0 1"},
+    "loss_mask_rle: expected runs of 3 tokens together, as input_ids has; got 2": {
+        "input_ids": [1, 2, 3],
+        "loss_mask_rle": [1, 1],
+    },
+    "loss_mask_rle[0]: expected the length of a run, from 0 to 2; got -1": {
+        "input_ids": [1, 2],
+        "loss_mask_rle": [-1, 3],
+    },
+    "loss_mask_rle[1]: expected the length of a run, from 0 to 2; got 1.0": {
+        "input_ids": [1, 2],
+        "loss_mask_rle": [1, 1.0],
+    },
+    "loss_mask_rle: expected runs of 1 tokens together, as input_ids has; got 0": {
+        "input_ids": [1],
+        "loss_mask_rle": [],
+    },
+    "assistant_masks[0]: expected 0 or 1; got 2": {"input_ids": [1], "assistant_masks": [2]},
     "images: images and other media are not supported yet": {"messages": [USER], "images": ["a.png"]},
     "tools: expected a list of objects; got {'a': 1}": {"messages": [USER], "tools": {"a": 1}},
     "tools: expected JSON; got '{'": {"messages": [USER], "tools": "{"},
@@ -173,6 +198,45 @@ ROW_PROBLEMS = {
     "id: expected 1 to 4096 characters; got 0": {"id": "", "input_ids": [1]},
     "id: expected 1 to 4096 characters; got 1000000": {"id": "x" * 1_000_000, "input_ids": [1]},
 }
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"prompt": "Hi", "response": "Yes"}, [("user", "Hi"), ("assistant", "Yes")]),
+        (
+            {"prompt": "Hi", "completion": "", "system": "Be kind."},
+            [("system", "Be kind."), ("user", "Hi"), ("assistant", "")],
+        ),
+        ({"prompt": [USER], "completion": [ANSWER]}, [("user", USER["content"]), ("assistant", ANSWER["content"])]),
+        (
+            {"prompt": [{"role": "system", "content": "s"}, USER], "response": "Yes"},
+            [("system", "s"), ("user", USER["content"]), ("assistant", "Yes")],
+        ),
+    ],
+)
+def test_prompts_with_answers(read, row, messages):
+    [record] = read({"id": "x", "tools": [{"name": "f"}], "chat_template_kwargs": {"k": 1}, **row})
+    assert [(message["role"], message["content"]) for message in record.messages] == messages
+    assert record.tools == [{"type": "function", "function": {"name": "f"}}]
+    assert record.template_kwargs == {"k": 1}
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        ({"loss_mask_rle": [2, 1]}, [0, 0, 1]),
+        ({"loss_mask_rle": [0, 1, 2]}, [1, 0, 0]),
+        ({"loss_mask_rle": [3]}, [0, 0, 0]),
+        ({"loss_mask": [True, False, True]}, [1, 0, 1]),
+        ({"assistant_masks": [0, 1, 0]}, [0, 1, 0]),
+        ({"loss_mask": None}, [1, 1, 1]),
+    ],
+)
+def test_masks_of_rows_tokenised_before(read, mask, expected):
+    [record] = read({"input_ids": [7, 8, 9], **mask})
+    assert record.loss_mask.tolist() == expected
+    assert record.loss_mask.dtype == np.uint8
 
 
 @pytest.mark.parametrize(("reason", "messages"), MESSAGE_PROBLEMS.items())
@@ -275,6 +339,24 @@ def test_a_row_without_id_is_named_by_its_content(read):
     assert sorted(shuffled) == sorted([names[0], names[1], names[2], names[4]])
 
 
+def test_what_is_not_the_forms_own_does_not_name_a_row(read):
+    row = {"messages": [USER, ANSWER]}
+    plain, more, asked = read(row, {**row, "prompt": "Hi", "completion": "x"}, {"prompt": "Hi", "response": "x"})
+    assert more.id == f"{plain.id}-2"
+    assert asked.id != plain.id
+
+
+def test_null_fields_do_not_name_a_row(read):
+    call = {"function": {"name": "f", "arguments": {"a": 1}}}
+    row = {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    empty = {"messages": [{**message, "name": None} for message in row["messages"]]}
+    parts = {"messages": [{"role": "user", "content": ["a", {"type": "text", "text": "b"}]}]}
+    null_part = {"messages": [{"role": "user", "content": ["a", {"type": "text", "text": "b", "image": None}]}]}
+    plain, null, first, second = read(row, empty, parts, null_part)
+    assert null.id == f"{plain.id}-2"
+    assert second.id == f"{first.id}-2"
+
+
 def test_content_names_count_over_all_files(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).write_text('{"input_ids": [1]}\n')
@@ -332,7 +414,7 @@ def test_an_over_long_line_is_read_in_bounded_memory(tmp_path):
 def test_files_that_cannot_be_opened_are_errors_at_the_call(tmp_path):
     with pytest.raises(InputError, match=r"missing\.jsonl: no such file"):
         iter_records(tmp_path / "missing.jsonl")
-    with pytest.raises(InputError, match="is a directory"):
+    with pytest.raises(InputError, match="the folder holds no file whose name ends in"):
         iter_records([tmp_path])
     with pytest.raises(InputError, match="at least one"):
         iter_records([])

@@ -9,7 +9,8 @@ import pytest
 from chat_templates import CHATML, KIMI_K2, LLAMA3, assistant, make_tokenizer, masked, user
 
 from sglang_hs_capture.data.conversations import iter_records
-from sglang_hs_capture.data.records import Conversation, InputProblem, Sample
+from sglang_hs_capture.data.preparation import Preparation
+from sglang_hs_capture.data.records import Conversation, Excluded, Exclusion, InputProblem, Sample
 from sglang_hs_capture.data.samples import SamplePreparer, iter_samples
 from sglang_hs_capture.data.template import load_tokenizer, read_stop_ids
 from sglang_hs_capture.errors import InputError
@@ -70,6 +71,26 @@ def test_rows_of_the_same_content_without_ids_are_no_repetition(write):
     samples = list(iter_samples(file, SamplePreparer(make_tokenizer(CHATML)), max_length=None))
     assert all(isinstance(sample, Sample) for sample in samples)
     assert len({sample.id for sample in samples}) == 3
+
+
+def test_samples_with_no_token_to_train_on_are_told_apart_unless_they_are_kept(write):
+    rows = [
+        {"id": "some", "input_ids": [1, 2], "loss_mask": [0, 1]},
+        {"id": "none", "input_ids": [1, 2], "loss_mask": [0, 0]},
+        {"id": "all", "input_ids": [1, 2]},
+        {"id": "wrong", "input_ids": [7, 10**6], "loss_mask": [0, 0]},
+        {"id": "unanswered", "messages": [user("a")]},
+    ]
+    file = write(*rows)
+    preparer = SamplePreparer(make_tokenizer(CHATML))
+    some, none, whole, wrong, unanswered = iter_samples(file, preparer, max_length=None, vocab_size=10**5)
+    assert [some.id, whole.id] == ["some", "all"]
+    assert none == Excluded(f"{file}:2", Exclusion.NO_LOSS, "none")
+    assert unanswered == Excluded(f"{file}:5", Exclusion.NO_LOSS, "unanswered")
+    assert wrong == Excluded(f"{file}:4", Exclusion.NO_LOSS, "wrong")
+    keep = SamplePreparer(make_tokenizer(CHATML), Preparation(keep_untrained=True))
+    kept = iter_samples(file, keep, max_length=None, vocab_size=10**5)
+    assert [type(item) for item in kept] == [Sample, Sample, Sample, InputProblem, Sample]
 
 
 def test_bad_lines_pass_through_in_order(write):

@@ -93,7 +93,10 @@ def test_the_summary_says_what_was_done_in_words():
 def test_the_summary_counts_what_the_settings_left_out_by_reason():
     summary = Summary("/d", asked=7, captured=1, seconds=1.0, truncated=2)
     summary.excluded = {Exclusion.TOO_LONG: 1, Exclusion.NO_LOSS: 4}
-    assert "Excluded 5 samples: 1 longer than --max-length, 4 without a token to train on." in summary.lines()
+    assert (
+        "Excluded 5 samples: 1 longer than --max-length, 4 without a token to train on (--keep-untrained keeps such)."
+        in summary.lines()
+    )
     assert "Cut 2 samples to --max-length." in summary.lines()
     assert json.loads(json.dumps(summary.to_json()))["excluded"] == {"too-long": 1, "no-loss": 4}
     assert set(EXCLUDED_FOR) == set(Exclusion)
