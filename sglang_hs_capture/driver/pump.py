@@ -170,7 +170,7 @@ class Pump:
         summary, counters = self._intake.summary, self._sessions.counters()
         summary.resent = self._delivery.resent
         summary.blocked_s = counters.blocked_s
-        left_out = len(summary.skipped) + len(summary.dropped)
+        left_out = len(summary.skipped) + len(summary.dropped) + summary.untrained
         self._view.update(
             Snapshot(
                 done=summary.captured + summary.already + left_out,

@@ -106,7 +106,7 @@ class Account:
 
 
 @dataclass(frozen=True)
-class PreparationSettings:
+class SetSettings:
     """How a set is made.
 
     Attributes:
@@ -122,8 +122,8 @@ class PreparationSettings:
     show: int = 0
 
 
-def prepare_set(
-    items: Iterable[Item], prepared: PreparedSet, settings: PreparationSettings, advance: Callable[[int], None]
+def make_set(
+    items: Iterable[Item], prepared: PreparedSet, settings: SetSettings, advance: Callable[[int], None]
 ) -> Account:
     """Write all samples of an input into a set, which the caller finishes.
 
