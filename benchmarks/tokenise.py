@@ -29,6 +29,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--conversations", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--label", default="", help="becomes part of the result's file name")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
     return parser.parse_args()
 
@@ -79,7 +80,8 @@ def main() -> None:
         workers: {name: statistics.median(one[name] for one in found) for name in found[0]}
         for workers, found in rounds.items()
     }
-    write_json(arguments.results, "tokenise", "tokenise", arguments, medians=medians, rounds=rounds)
+    name = f"tokenise-{arguments.label}" if arguments.label else "tokenise"
+    write_json(arguments.results, name, "tokenise", arguments, medians=medians, rounds=rounds)
     print(json.dumps(medians, indent=2))
 
 

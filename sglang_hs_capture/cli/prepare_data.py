@@ -10,9 +10,9 @@ from sglang_hs_capture.cli import options
 from sglang_hs_capture.cli.check_view import make_check_view
 from sglang_hs_capture.cli.mask_view import Decode, print_samples
 from sglang_hs_capture.data.preparation import LossOn, Overflow, Preparation, SplitTurns
-from sglang_hs_capture.driver.account import SetSettings, prepare_set
 from sglang_hs_capture.driver.check import find_model
 from sglang_hs_capture.driver.intake import OnBadInput
+from sglang_hs_capture.driver.make_set import SetSettings, make_set
 from sglang_hs_capture.driver.source import Source, count_samples, default_workers, parse_template_kwargs
 
 DEFAULT_SHOWN = 3
@@ -77,7 +77,7 @@ def prepare_data(
     with PreparedSet(out.expanduser()) as prepared:
         with make_check_view() as view:
             view.begin("tokenising", options.total_of(count_samples(data), limit), "samples")
-            account = prepare_set(items, prepared, SetSettings(on_bad_input, limit, show), view.advance)
+            account = make_set(items, prepared, SetSettings(on_bad_input, limit, show), view.advance)
         used = preparer.loaded.tokenizer if preparer.loaded else None
         prepared.finish(
             {

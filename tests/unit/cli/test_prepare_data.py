@@ -18,7 +18,7 @@ from sglang_hs_capture.data.preparation import Preparation
 from sglang_hs_capture.data.prepared import PreparedSet, describe_tokenizer
 from sglang_hs_capture.data.records import InputProblem, Sample
 from sglang_hs_capture.data.samples import SamplePreparer, iter_samples
-from sglang_hs_capture.driver.account import Account
+from sglang_hs_capture.driver.make_set import Account
 from sglang_hs_capture.driver.source import Source
 from sglang_hs_capture.errors import DiskFullError, StoreError
 

@@ -122,7 +122,7 @@ class SetSettings:
     show: int = 0
 
 
-def prepare_set(
+def make_set(
     items: Iterable[Prepared], prepared: PreparedSet, settings: SetSettings, advance: Callable[[int], None]
 ) -> Account:
     """Write all samples of an input into a set, which the caller finishes.
