@@ -13,6 +13,7 @@ from sglang_hs_capture.driver.device import CPU_NOTICE, Device, use_cpu
 from sglang_hs_capture.driver.intake import OnBadInput
 from sglang_hs_capture.driver.progress import make_view
 from sglang_hs_capture.driver.pump import PumpSettings
+from sglang_hs_capture.driver.regenerate import AnswerSettings
 from sglang_hs_capture.driver.run import RunSettings
 from sglang_hs_capture.driver.source import Source, count_lines, parse_template_kwargs
 from sglang_hs_capture.driver.start import Wanted, run_on_own_server, run_on_running_servers, served_model
@@ -55,6 +56,17 @@ def run(
     trust_remote_code: Annotated[
         bool, typer.Option(TRUST_FLAG, help="Let the model's tokenizer and config run code of their own.")
     ] = False,
+    regenerate: Annotated[
+        bool,
+        typer.Option(
+            "--regenerate", help="Let the model answer every prompt first, and capture prompt and answer together."
+        ),
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = (
+        AnswerSettings.max_new_tokens
+    ),
+    temperature: Annotated[float, typer.Option(min=0, help="Of answers.")] = AnswerSettings.temperature,
+    top_p: Annotated[float, typer.Option(min=0.001, max=1, help="Of answers.")] = AnswerSettings.top_p,
     max_in_flight: Annotated[int, typer.Option(min=1, help="Most prompts in flight.")] = PumpSettings.max_prompts,
     ack_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds after the server's reply in which a sample must be on disk.")
@@ -83,6 +95,11 @@ def run(
         raise ConfigError(f"--json-summary: {json_summary.absolute().parent} is not a directory")
     sglang_args: list[str] = ctx.obj or []
     trust_remote_code = trust_remote_code or TRUST_FLAG in sglang_args
+    if not regenerate:
+        _refuse_given(
+            ctx, ("max_new_tokens", "temperature", "top_p"), "is a setting of --regenerate; give that as well"
+        )
+    answers = AnswerSettings(max_new_tokens, temperature, top_p) if regenerate else None
     source = Source(
         paths=data,
         tokenizer=tokenizer or model or "",
@@ -101,7 +118,7 @@ def run(
             source = replace(source, tokenizer=str(served.path))
         with make_view(_total(data, limit)) as view:
             summary = run_on_running_servers(
-                _urls(server), source, settings, view, model=model, wanted=wanted, api_key=api_key
+                _urls(server), source, settings, view, model=model, wanted=wanted, api_key=api_key, answers=answers
             )
     else:
         if model is None:
@@ -122,6 +139,7 @@ def run(
                 cpu=cpu,
                 notice=CPU_NOTICE if cpu and device is Device.AUTO else "",
                 start_timeout_s=start_timeout,
+                answers=answers,
             )
     report(summary, json_summary)
     raise typer.Exit(summary.exit_code)

@@ -9,7 +9,7 @@ import numpy as np
 
 from sglang_hs_capture.data.conversations import check_template_kwargs, iter_records
 from sglang_hs_capture.data.loss_mask import tokenize
-from sglang_hs_capture.data.records import BadRow, InputProblem, Record, Sample, shown
+from sglang_hs_capture.data.records import BadRow, InputProblem, Record, Sample, TokenIds, shown
 from sglang_hs_capture.data.template import ChatTemplate
 from sglang_hs_capture.errors import InputError
 
@@ -51,14 +51,19 @@ class SamplePreparer:
         """
         if isinstance(record, Sample):
             return record
-        template = self._chat_template(record.source)
+        template = self.template_for(record.source)
         try:
             input_ids, mask = tokenize(template, record, template.stop_ids | self._more_stop_ids)
         except BadRow as problem:
             return InputProblem(record.source, str(problem), record.id)
         return Sample(record.id, record.source, input_ids, mask)
 
-    def _chat_template(self, source: str) -> ChatTemplate:
+    def template_for(self, source: str) -> ChatTemplate:
+        """The chat template, for a conversation at ``source``.
+
+        Raises:
+            InputError: there is no tokenizer, or it has no chat template.
+        """
         if self._tokenizer is None:
             raise InputError(
                 f"{source}: is a conversation, which needs the model's tokenizer; only rows with input_ids do not"
@@ -105,17 +110,18 @@ def _samples(
             continue
         seen.add(digest)
         sample = preparer.prepare(record)
-        reason = _problem(sample, max_length, vocab_size) if isinstance(sample, Sample) else ""
+        reason = problem_of(sample.input_ids, max_length, vocab_size) if isinstance(sample, Sample) else ""
         yield InputProblem(record.source, reason, record.id) if reason else sample
 
 
-def _problem(sample: Sample, max_length: int | None, vocab_size: int | None) -> str:
-    length = len(sample.input_ids)
+def problem_of(input_ids: TokenIds, max_length: int | None, vocab_size: int | None) -> str:
+    """Why a model does not take these tokens, ``[S]``; empty if it does. See ``iter_samples`` for the limits."""
+    length = len(input_ids)
     if max_length is not None and length > max_length:
         return f"prompt of {length} tokens is longer than the model's context of {max_length}"
     if vocab_size is not None:
-        position = int(np.argmax(sample.input_ids))
-        if sample.input_ids[position] >= vocab_size:
-            token = sample.input_ids[position]
+        position = int(np.argmax(input_ids))
+        if input_ids[position] >= vocab_size:
+            token = input_ids[position]
             return f"token id {token} at position {position} lies outside the model's vocabulary of {vocab_size}"
     return ""

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_hs_capture.data.conversations import iter_records
 from sglang_hs_capture.data.lines import GZIP_MAGIC
+from sglang_hs_capture.data.prompts import Prompt, iter_prompts
 from sglang_hs_capture.data.records import InputProblem, Record, Sample
 from sglang_hs_capture.data.samples import SamplePreparer, iter_samples
-from sglang_hs_capture.data.template import load_tokenizer, read_stop_ids
+from sglang_hs_capture.data.template import ChatTemplate, load_tokenizer, read_stop_ids
 from sglang_hs_capture.errors import ConfigError
 
 COUNT_BYTES_LIMIT = 2**31
@@ -46,6 +48,19 @@ class Source:
         """
         return iter_samples(self.paths, LazyPreparer(self._load), max_length=max_length, vocab_size=vocab_size)
 
+    def prompts(self, *, last_only: bool, vocab_size: int | None) -> Iterator[Prompt | InputProblem]:
+        """Read the files for what comes before each answer, to have it answered anew.
+
+        Args:
+            last_only: only the last answer of each conversation is wanted.
+            vocab_size: token ids must be below it; None if it is not known.
+
+        Raises:
+            InputError: a file is missing.
+        """
+        preparer = LazyPreparer(self._load)
+        return iter_prompts(iter_records(self.paths), preparer.template_for, last_only=last_only, vocab_size=vocab_size)
+
     def _load(self) -> SamplePreparer:
         tokenizer = load_tokenizer(
             self.tokenizer, trust_remote_code=self.trust_remote_code, chat_template=self.chat_template
@@ -63,11 +78,16 @@ class LazyPreparer(SamplePreparer):
 
     def prepare(self, record: Record) -> Sample | InputProblem:
         """See ``SamplePreparer.prepare``."""
-        if isinstance(record, Sample):
-            return record
+        return record if isinstance(record, Sample) else self._made().prepare(record)
+
+    def template_for(self, source: str) -> ChatTemplate:
+        """See ``SamplePreparer.template_for``."""
+        return self._made().template_for(source)
+
+    def _made(self) -> SamplePreparer:
         if self._loaded is None:
             self._loaded = self._load()
-        return self._loaded.prepare(record)
+        return self._loaded
 
 
 def parse_template_kwargs(text: str | None) -> dict[str, Any]:

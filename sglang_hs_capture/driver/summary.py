@@ -20,6 +20,7 @@ class Summary:
         already: samples that the dataset held before.
         remasked: of these, samples whose loss mask was brought up to date.
         resent: times a sample was sent again.
+        answered: prompts that the model answered for this run.
         tokens: tokens of the captured samples.
         bytes: bytes of states written, including those of failed attempts.
         seconds: from the first prompt sent to the last sample acknowledged.
@@ -36,6 +37,7 @@ class Summary:
     already: int = 0
     remasked: int = 0
     resent: int = 0
+    answered: int = 0
     tokens: int = 0
     bytes: int = 0
     seconds: float = 0.0
@@ -68,6 +70,8 @@ class Summary:
         ]
         if self.blocked_s >= 0.1:
             lines.append(f"The model waited {self.blocked_s:.1f} s for the disk: the ring was full.")
+        if self.answered:
+            lines.append(f"Answered {_count(self.answered, 'prompt')} anew before.")
         if self.resent:
             lines.append(f"Sent again {self.resent:,} times.")
         lines += _list("Skipped", self.skipped) + _list("Dropped", self.dropped)
