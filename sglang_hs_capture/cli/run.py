@@ -14,12 +14,15 @@ from sglang_hs_capture.driver.device import CPU_NOTICE, Device, use_cpu
 from sglang_hs_capture.driver.intake import OnBadInput
 from sglang_hs_capture.driver.progress import make_view
 from sglang_hs_capture.driver.pump import PumpSettings
+from sglang_hs_capture.driver.regenerate import AnswerSettings
 from sglang_hs_capture.driver.run import RunSettings
 from sglang_hs_capture.driver.source import Source, count_samples, default_workers, parse_template_kwargs
 from sglang_hs_capture.driver.start import Wanted, run_on_own_server, run_on_running_servers, served_model
 from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.errors import ConfigError
 
+OF_ANSWERS = ("max_new_tokens", "temperature", "top_p")
+NOT_OF_ANSWERS = ("split_turns", "overflow", "keep_untrained")
 # What only a server that this command starts can be told.
 OWN_SERVER_ONLY = ("rid_prefix", "ring_gb", "shard_gb", "min_free_gb", "replica", "device", "start_timeout")
 
@@ -55,6 +58,17 @@ def run(
     chat_template: options.ChatTemplateOption = None,
     chat_template_kwargs: options.ChatTemplateKwargsOption = None,
     trust_remote_code: options.TrustOption = False,
+    regenerate: Annotated[
+        bool,
+        typer.Option(
+            "--regenerate", help="Let the model answer every prompt first, and capture prompt and answer together."
+        ),
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = (
+        AnswerSettings.max_new_tokens
+    ),
+    temperature: Annotated[float, typer.Option(min=0, help="Of answers.")] = AnswerSettings.temperature,
+    top_p: Annotated[float, typer.Option(min=0.001, max=1, help="Of answers.")] = AnswerSettings.top_p,
     max_in_flight: Annotated[int, typer.Option(min=1, help="Most prompts in flight.")] = PumpSettings.max_prompts,
     ack_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds after the server's reply in which a sample must be on disk.")
@@ -84,6 +98,11 @@ def run(
         options.refuse_given(ctx, ("overflow",), options.OVERFLOW_ALONE)
     sglang_args: list[str] = ctx.obj or []
     trust_remote_code = trust_remote_code or options.TRUST_FLAG in sglang_args
+    if regenerate:
+        options.refuse_given(ctx, NOT_OF_ANSWERS, "has no meaning for what the model answers; leave it out")
+    else:
+        options.refuse_given(ctx, OF_ANSWERS, "is a setting of --regenerate; give that as well")
+    answers = AnswerSettings(max_new_tokens, temperature, top_p) if regenerate else None
     source = Source(
         paths=data,
         tokenizer=tokenizer or model or "",
@@ -111,7 +130,7 @@ def run(
             source = replace(source, tokenizer=str(served.path))
         with make_view(options.total_of(count_samples(data), limit)) as view:
             summary = run_on_running_servers(
-                _urls(server), source, settings, view, model=model, wanted=wanted, api_key=api_key
+                _urls(server), source, settings, view, model=model, wanted=wanted, api_key=api_key, answers=answers
             )
     else:
         if model is None:
@@ -132,6 +151,7 @@ def run(
                 cpu=cpu,
                 notice=CPU_NOTICE if cpu and device is Device.AUTO else "",
                 start_timeout_s=start_timeout,
+                answers=answers,
             )
     report(summary, json_summary)
     raise typer.Exit(summary.exit_code)

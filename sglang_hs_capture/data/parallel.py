@@ -15,6 +15,7 @@ from multiprocessing import get_context, parent_process
 from sglang_hs_capture.data.preparation import Preparation
 from sglang_hs_capture.data.records import Conversation, InputProblem, Prepared, Record, Sample
 from sglang_hs_capture.data.samples import SamplePreparer
+from sglang_hs_capture.data.template import ChatTemplate
 from sglang_hs_capture.errors import InputError
 
 # Until so many seconds were spent on tokenising, no processes are started: by then they are worth their own start.
@@ -90,6 +91,10 @@ class PooledPreparer(SamplePreparer):
         finally:
             if pool is not None:
                 pool.close()
+
+    def template_for(self, source: str) -> ChatTemplate:
+        """See ``SamplePreparer.template_for``."""
+        return self._get().template_for(source)
 
     def _here(self, record: Record | InputProblem) -> list[Prepared]:
         return [record] if isinstance(record, InputProblem) else self.prepare(record)

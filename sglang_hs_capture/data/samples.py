@@ -13,7 +13,7 @@ from sglang_hs_capture.data.limits import fitted, last_run
 from sglang_hs_capture.data.loss_mask import tokenize
 from sglang_hs_capture.data.passages import find_passages
 from sglang_hs_capture.data.preparation import LossOn, Preparation
-from sglang_hs_capture.data.records import BadRow, Conversation, InputProblem, Prepared, Record, Sample, shown
+from sglang_hs_capture.data.records import BadRow, Conversation, InputProblem, Prepared, Record, Sample, TokenIds, shown
 from sglang_hs_capture.data.template import ChatTemplate
 from sglang_hs_capture.errors import InputError
 
@@ -81,7 +81,7 @@ class SamplePreparer:
             yield record, [record] if isinstance(record, InputProblem) else self.prepare(record)
 
     def _tokenised(self, record: Conversation) -> list[Sample]:
-        template = self._chat_template(record.source)
+        template = self.template_for(record.source)
         passages = find_passages(template, record, self._preparation)
         samples = []
         for passage in passages:
@@ -90,7 +90,12 @@ class SamplePreparer:
             samples.append(Sample(sample_id, record.source, input_ids, mask))
         return samples
 
-    def _chat_template(self, source: str) -> ChatTemplate:
+    def template_for(self, source: str) -> ChatTemplate:
+        """The chat template, for a conversation at ``source``.
+
+        Raises:
+            InputError: there is no tokenizer, or it has no chat template.
+        """
         if self._tokenizer is None:
             raise InputError(
                 f"{source}: is a conversation, which needs the model's tokenizer; only rows with input_ids do not"
@@ -145,7 +150,7 @@ def _samples(
             # The samples of a conversation that was split have ids of their own.
             split = not isinstance(record, InputProblem) and sample.id != record.id
             taken = split and seen.has(sample.id)
-            reason = _repeated(sample.id) if taken else _problem(sample, max_length, vocab_size)
+            reason = _repeated(sample.id) if taken else problem_of(sample.input_ids, max_length, vocab_size)
             yield InputProblem(sample.source, reason, sample.id) if reason else sample
 
 
@@ -174,13 +179,14 @@ def _repeated(sample_id: str) -> str:
     return f"an earlier line has the same id, {shown(sample_id)}"
 
 
-def _problem(sample: Sample, max_length: int | None, vocab_size: int | None) -> str:
-    length = len(sample.input_ids)
+def problem_of(input_ids: TokenIds, max_length: int | None, vocab_size: int | None) -> str:
+    """Why a model does not take these tokens, ``[S]``; empty if it does. See ``iter_samples`` for the limits."""
+    length = len(input_ids)
     if max_length is not None and length > max_length:
         return f"prompt of {length} tokens is longer than the model's context of {max_length}"
     if vocab_size is not None:
-        position = int(np.argmax(sample.input_ids))
-        if sample.input_ids[position] >= vocab_size:
-            token = sample.input_ids[position]
+        position = int(np.argmax(input_ids))
+        if input_ids[position] >= vocab_size:
+            token = input_ids[position]
             return f"token id {token} at position {position} lies outside the model's vocabulary of {vocab_size}"
     return ""

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -101,17 +101,69 @@ class ServerClient:
         if bypass_cache:
             # A key that no other request has: SGLang keeps a prefix tree of its own for each.
             body["extra_key"] = rid
+        _, meta = await self._answered(body)
+        seen = meta.get("prompt_tokens", len(input_ids))
+        if seen != len(input_ids):
+            raise RetryableError(f"the server computed {seen} of the prompt's {len(input_ids)} tokens")
+
+    async def answer(self, rid: str, input_ids: Sequence[int], sampling: Mapping[str, Any]) -> tuple[list[int], str]:
+        """Let the model answer one prompt.
+
+        Args:
+            rid: the request's id.
+            input_ids: the prompt's tokens.
+            sampling: SGLang's ``sampling_params``.
+
+        Returns:
+            The answer's token ids, the one that ended it included, and why it ended: ``stop`` or ``length``.
+
+        Raises:
+            RefusedError, RetryableError, ConnectionError: as for ``prefill``.
+        """
+        reply, meta = await self._answered(
+            {"rid": rid, "input_ids": list(input_ids), "sampling_params": dict(sampling)}
+        )
+        answer = [int(token) for token in reply.get("output_ids") or ()]
+        reason = meta.get("finish_reason")
+        finish = reason if isinstance(reason, dict) else {}
+        if finish.get("type") not in ("stop", "length"):
+            raise RetryableError(f"the server ended the answer for another reason than its end or length: {reason}")
+        ended_by = finish.get("matched")
+        if type(ended_by) is int and answer[-1:] != [ended_by]:
+            answer.append(ended_by)
+        if not answer:
+            raise RetryableError("the server's answer has no tokens")
+        return answer, str(finish["type"])
+
+    async def flush_cache(self, patience_s: float) -> bool:
+        """Empty the prefix cache; whether the server did so within ``patience_s`` seconds.
+
+        SGLang refuses while a request is in flight, and for a moment after its reply.
+        """
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                async with self._session.post(f"{self.url}/flush_cache") as response:
+                    if response.status == 200:
+                        return True
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                pass
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def _answered(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The server's reply and its ``meta_info``; a server whose queue is full is asked again."""
         reply = await self._generate(body)
         while reply is None:
             await asyncio.sleep(RETRY_PAUSE_S)
             reply = await self._generate(body)
-        meta = reply.get("meta_info", {}) if isinstance(reply, dict) else {}
+        reply = reply if isinstance(reply, dict) else {}
+        meta = reply.get("meta_info", {})
         reason = meta.get("finish_reason")
         if isinstance(reason, dict) and reason.get("type") == "abort":
             raise RetryableError(f"the server aborted the request: {reason.get('message', 'no reason given')}")
-        seen = meta.get("prompt_tokens", len(input_ids))
-        if seen != len(input_ids):
-            raise RetryableError(f"the server computed {seen} of the prompt's {len(input_ids)} tokens")
+        return reply, meta
 
     async def _generate(self, body: Any) -> Any:
         """The server's answer; None if its queue is full."""

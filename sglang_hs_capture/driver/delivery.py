@@ -140,8 +140,17 @@ class Delivery:
     async def _reconnect(self, error: ConnectionError) -> None:
         # One request asks for all: the others find the server healthy, or the run is over.
         async with self._reconnecting:
-            if not await self._client.wait_healthy(self._settings.grace_s):
-                raise EngineError(
-                    f"lost the server ({error}) and it did not come back within {self._settings.grace_s:g} s; all "
-                    "acknowledged samples are safe, run again to go on"
-                )
+            await regain(self._client, error, self._settings.grace_s)
+
+
+async def regain(client: ServerClient | ServerPool, error: ConnectionError, grace_s: float) -> None:
+    """Wait for a server that was lost.
+
+    Raises:
+        EngineError: it does not come back.
+    """
+    if not await client.wait_healthy(grace_s):
+        raise EngineError(
+            f"lost the server ({error}) and it did not come back within {grace_s:g} s; all acknowledged samples are "
+            "safe, run again to go on"
+        )

@@ -43,7 +43,7 @@ class Intake:
                 if isinstance(verdict, Job):
                     self._feed.put_back(batch[index:])
                     return True
-                self._note(verdict)
+                self.note(verdict)
                 if self._ending.stopped:
                     return False
             self._ledger.fsync()
@@ -79,12 +79,13 @@ class Intake:
                 self.summary.truncated += found.cut > 0
                 jobs.append(found)
                 continue
-            self._note(found)
+            self.note(found)
             if self._ending.stopped:
                 break
         return jobs
 
-    def _note(self, verdict: InputProblem | Excluded | Done) -> None:
+    def note(self, verdict: InputProblem | Excluded | Done) -> None:
+        """Count one that is not to be sent."""
         self.summary.asked += 1
         if isinstance(verdict, InputProblem):
             self._leave_out(verdict, send_accepted=True)

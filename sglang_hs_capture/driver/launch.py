@@ -20,8 +20,10 @@ DEFAULT_PORT = 30000
 
 # Without these, states would be missing: a replayed prefill graph runs no Python.
 CAPTURE_FLAGS = ("--model-impl", "sglang", "--disable-prefill-cuda-graph")
-# A server that only prefills needs no tokenizer, no decode graphs and no generated warm-up text.
-PREFILL_ONLY_FLAGS = ("--skip-tokenizer-init", "--disable-decode-cuda-graph", "--skip-server-warmup")
+# A server that a run has for itself gets token ids, so it needs no tokenizer and no generated warm-up text, ...
+OWN_FLAGS = ("--skip-tokenizer-init", "--skip-server-warmup")
+# ... and none of the graphs for decode unless it is to answer prompts.
+PREFILL_ONLY_FLAGS = ("--disable-decode-cuda-graph",)
 # One line of log a request says nothing that the journal does not, and makes the log as long as the input.
 QUIET_FLAGS = ("--log-level-http", "warning")
 OVERRIDE_FLAG = "--json-model-override-args"
@@ -65,7 +67,8 @@ def plan_server(
     *,
     port: int | None = None,
     cpu: bool = False,
-    prefill_only: bool = False,
+    own: bool = False,
+    generates: bool = True,
     inherited: Mapping[str, str] = os.environ,
 ) -> LaunchPlan:
     """Assemble the command; the user's flags come last, and SGLang takes the last of a repeated flag.
@@ -76,7 +79,8 @@ def plan_server(
         sglang_args: the user's own flags for SGLang.
         port: the port to serve at when the user names none; None leaves it to SGLang.
         cpu: run on the CPU platform.
-        prefill_only: leave out what only generation needs.
+        own: leave out what only other users of the server need.
+        generates: whether it is to generate; else what only generation needs is left out.
         inherited: the environment that the server will be started in.
 
     Raises:
@@ -85,8 +89,10 @@ def plan_server(
     _refuse_conflicts(sglang_args, inherited)
     capture, overrides, rest = _merge_overrides(capture, sglang_args)
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, *CAPTURE_FLAGS]
-    if prefill_only:
-        command += [*PREFILL_ONLY_FLAGS, *QUIET_FLAGS]
+    if own:
+        command += [*OWN_FLAGS, *QUIET_FLAGS]
+    if not generates:
+        command += PREFILL_ONLY_FLAGS
     if port is not None:
         command += ["--host", LOOPBACK, "--port", str(port)]
     command += [OVERRIDE_FLAG, json.dumps(overrides, separators=(",", ":")), *rest]

@@ -2,8 +2,8 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,8 @@ BLOCK = 64
 # A server with so many tokens more in flight than the least busy one gets no more for the sake of a prefix.
 SLACK_TOKENS = 2**16
 REMEMBERED = 2**20
+
+_Reply = TypeVar("_Reply")
 
 
 class _Server:
@@ -77,12 +79,27 @@ class ServerPool:
         Raises:
             RefusedError, RetryableError, ConnectionError: as there.
         """
+        await self._on_one(input_ids, lambda client: client.prefill(rid, input_ids, bypass_cache=bypass_cache))
+
+    async def answer(self, rid: str, input_ids: Sequence[int], sampling: Mapping[str, Any]) -> tuple[list[int], str]:
+        """Let one server answer one prompt: see ``ServerClient.answer``.
+
+        Raises:
+            RefusedError, RetryableError, ConnectionError: as there.
+        """
+        return await self._on_one(input_ids, lambda client: client.answer(rid, input_ids, sampling))
+
+    async def flush_cache(self, patience_s: float) -> bool:
+        """Empty every server's prefix cache; whether all did so within ``patience_s`` seconds."""
+        return all(await asyncio.gather(*(server.client.flush_cache(patience_s) for server in self._servers)))
+
+    async def _on_one(self, input_ids: Sequence[int], ask: Callable[[ServerClient], Awaitable[_Reply]]) -> _Reply:
         hashes = _block_hashes(input_ids)
         server = self._choose(hashes)
         server.remember(hashes)
         server.tokens += len(input_ids)
         try:
-            await server.client.prefill(rid, input_ids, bypass_cache=bypass_cache)
+            return await ask(server.client)
         except ConnectionError:
             self._lost(server)
             raise

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, ClassVar, Self
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -38,6 +38,36 @@ class Snapshot:
     bytes: int
     blocked_s: float
     disk_wait_s: float
+
+    def detail(self, tokens_per_s: float, bytes_per_s: float) -> str:
+        """What is told besides the number of samples."""
+        return (
+            f"{self.rows:,} rows, {self.bytes / GB:.2f} GB, {tokens_per_s:,.0f} tok/s, "
+            f"{bytes_per_s / GB:.3f} GB/s, {self.in_flight:,} in flight, "
+            f"ring full {self.blocked_s:.1f} s, disk wait {self.disk_wait_s:.1f} s"
+        )
+
+
+@dataclass(frozen=True)
+class AnswerSnapshot:
+    """How far the answering of prompts is, before a capture.
+
+    Attributes:
+        done: prompts answered so far.
+        in_flight: prompts sent and not yet answered.
+        tokens: tokens of the answers so far.
+    """
+
+    done: int
+    in_flight: int
+    tokens: int
+
+    # Nothing is captured yet.
+    bytes: ClassVar[int] = 0
+
+    def detail(self, tokens_per_s: float, _: float) -> str:
+        """What is told besides the number of prompts."""
+        return f"answering: {self.tokens:,} tokens, {tokens_per_s:,.0f} tok/s, {self.in_flight:,} in flight"
 
 
 class Rates:
@@ -74,7 +104,7 @@ class ProgressView:
     def say(self, text: str) -> None:
         """Show one line that stays."""
 
-    def update(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: Snapshot | AnswerSnapshot) -> None:
         """Show how far the run is."""
 
     def close(self) -> None:
@@ -111,9 +141,9 @@ class BarView(ProgressView):
     def say(self, text: str) -> None:
         self._bar.console.print(text, markup=False, highlight=False)
 
-    def update(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: Snapshot | AnswerSnapshot) -> None:
         tokens_per_s, bytes_per_s = self._rates.update(time.monotonic(), snapshot.tokens, snapshot.bytes)
-        self._bar.detail = _detail(snapshot, tokens_per_s, bytes_per_s)
+        self._bar.detail = snapshot.detail(tokens_per_s, bytes_per_s)
         total = None if self._total is None else max(self._total, snapshot.done)
         self._bar.update(self._task, total=total, completed=snapshot.done, visible=True)
 
@@ -134,22 +164,14 @@ class LineView(ProgressView):
     def say(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
 
-    def update(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: Snapshot | AnswerSnapshot) -> None:
         now = time.monotonic()
         tokens_per_s, bytes_per_s = self._rates.update(now, snapshot.tokens, snapshot.bytes)
         if now < self._next:
             return
         self._next = now + self._interval_s
         total = "" if self._total is None else f" of {max(self._total, snapshot.done):,}"
-        self.say(f"{snapshot.done:,}{total} samples, {_detail(snapshot, tokens_per_s, bytes_per_s)}")
-
-
-def _detail(snapshot: Snapshot, tokens_per_s: float, bytes_per_s: float) -> str:
-    return (
-        f"{snapshot.rows:,} rows, {snapshot.bytes / GB:.2f} GB, {tokens_per_s:,.0f} tok/s, "
-        f"{bytes_per_s / GB:.3f} GB/s, {snapshot.in_flight:,} in flight, "
-        f"ring full {snapshot.blocked_s:.1f} s, disk wait {snapshot.disk_wait_s:.1f} s"
-    )
+        self.say(f"{snapshot.done:,}{total} samples, {snapshot.detail(tokens_per_s, bytes_per_s)}")
 
 
 def make_view(total: int | None = None, stream: IO[str] | None = None) -> ProgressView:

@@ -15,10 +15,11 @@ from sglang_hs_capture.driver.feed import Feed, Judge
 from sglang_hs_capture.driver.intake import Intake, OnBadInput
 from sglang_hs_capture.driver.progress import ProgressView
 from sglang_hs_capture.driver.pump import Pump, PumpSettings
+from sglang_hs_capture.driver.regenerate import AnsweringServer, Regeneration
 from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.driver.target import Target
 from sglang_hs_capture.driver.watch import JournalWatch, SessionWatch
-from sglang_hs_capture.errors import HsCaptureError
+from sglang_hs_capture.errors import HsCaptureError, InputError
 from sglang_hs_capture.store.identity import DATASET_FILE, read_info
 from sglang_hs_capture.store.index import load_index
 from sglang_hs_capture.store.requests import RequestLedger
@@ -51,8 +52,17 @@ class RunSettings:
 class CaptureRun:
     """One run over one input."""
 
-    def __init__(self, target: Target, samples: Samples, settings: RunSettings, view: ProgressView) -> None:
+    def __init__(
+        self,
+        target: Target,
+        samples: Samples,
+        settings: RunSettings,
+        view: ProgressView,
+        regeneration: Regeneration | None = None,
+    ) -> None:
         self._target, self._samples, self._settings, self._view = target, samples, settings, view
+        self._regeneration = regeneration
+        self._sessions: list[SessionRecord] | None = None
         self._ending = Ending()
         self._summary = Summary(output=str(settings.output))
 
@@ -71,7 +81,9 @@ class CaptureRun:
             journals = JournalWatch(self._settings.output)
             journals.poll()
             judge = Judge(ledger, self._captured())
-            feed = Feed(self._samples, judge, self._settings.limit)
+            again = self._regeneration
+            samples = again.of_this_run(self._samples) if again else self._samples
+            feed = Feed(samples, judge, None if again else self._settings.limit)
             intake = Intake(feed, judge, ledger, self._settings.on_bad_input, self._summary, self._ending)
             with self._ending.signals(self._tell, self._target.kill):
                 await self._guarded(intake, journals)
@@ -87,8 +99,10 @@ class CaptureRun:
 
     async def _guarded(self, intake: Intake, journals: JournalWatch) -> None:
         try:
+            if self._regeneration:
+                await self._answer(self._regeneration, intake)
             if await self._ending.unless_stopped(intake.find_work()):
-                sessions = await self._ending.unless_stopped(self._target.open(self._view.say))
+                sessions = await self._open()
                 if sessions is not None:
                     await self._pump(intake, journals, sessions)
         except HsCaptureError as error:
@@ -99,10 +113,31 @@ class CaptureRun:
             except HsCaptureError as error:
                 self._ending.fail(error)
 
+    async def _open(self) -> list[SessionRecord] | None:
+        """The server's sessions, once it is up; None if the run ends before."""
+        if self._sessions is None:
+            self._sessions = await self._ending.unless_stopped(self._target.open(self._view.say))
+        return self._sessions
+
+    async def _answer(self, regeneration: Regeneration, intake: Intake) -> None:
+        async def server() -> AnsweringServer | None:
+            sessions = await self._open()
+            if sessions is None:
+                return None
+            return AnsweringServer(self._target.client, sessions[0].rid_prefix, shortest_limit(sessions))
+
+        try:
+            await regeneration.run(server, intake.note, self._ending, self._view)
+        except InputError as error:
+            # What was answered before the input broke off is captured all the same.
+            self._ending.stop(error, send_accepted=True)
+        finally:
+            self._summary.answered = regeneration.answered
+
     async def _pump(self, intake: Intake, journals: JournalWatch, sessions: list[SessionRecord]) -> None:
-        limits = [record.max_prompt_tokens for record in sessions if record.max_prompt_tokens]
-        if limits:
-            intake.limit_prompts(min(limits))
+        limit = shortest_limit(sessions)
+        if limit is not None:
+            intake.limit_prompts(limit)
         delivery = Delivery(self._target.client, sessions[0].rid_prefix, self._settings.delivery)
         watch = SessionWatch(self._settings.output, sessions)
         pump = Pump(
@@ -137,15 +172,26 @@ class CaptureRun:
             self._summary.exit_code = 128 + caught
 
 
-def run_capture(target: Target, samples: Samples, settings: RunSettings, view: ProgressView) -> Summary:
-    """Run to the end, from the main thread of a program; see ``CaptureRun.run``."""
+def run_capture(
+    target: Target,
+    samples: Samples,
+    settings: RunSettings,
+    view: ProgressView,
+    regeneration: Regeneration | None = None,
+) -> Summary:
+    """Run to the end, from the main thread of a program; see ``CaptureRun``."""
 
     _allow_open_files(settings.pump.max_prompts + SPARE_FILES)
 
     async def main() -> Summary:
-        return await CaptureRun(target, samples, settings, view).run()
+        return await CaptureRun(target, samples, settings, view, regeneration).run()
 
     return asyncio.run(main())
+
+
+def shortest_limit(sessions: Iterable[SessionRecord]) -> int | None:
+    """The longest prompt that all of the servers take, in tokens; None if none of them tells."""
+    return min((record.max_prompt_tokens for record in sessions if record.max_prompt_tokens), default=None)
 
 
 def _allow_open_files(wanted: int) -> None:

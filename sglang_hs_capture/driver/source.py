@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_hs_capture.data.conversations import iter_records
 from sglang_hs_capture.data.files import count_rows, find_files
 from sglang_hs_capture.data.parallel import PooledPreparer
-from sglang_hs_capture.data.preparation import Preparation
-from sglang_hs_capture.data.records import Prepared
+from sglang_hs_capture.data.preparation import LossOn, Preparation
+from sglang_hs_capture.data.prompts import Prompt, iter_prompts
+from sglang_hs_capture.data.records import InputProblem, Prepared
 from sglang_hs_capture.data.samples import SamplePreparer, iter_samples
 from sglang_hs_capture.data.template import load_tokenizer, read_stop_ids
 from sglang_hs_capture.errors import ConfigError, InputError
@@ -60,6 +62,22 @@ class Source:
             max_length=max_length,
             vocab_size=vocab_size,
             shuffle_seed=self.shuffle_seed,
+        )
+
+    def prompts(self, *, vocab_size: int | None) -> Iterator[Prompt | InputProblem]:
+        """Read the files for what comes before each answer, or each last one, to have it answered anew.
+
+        Args:
+            vocab_size: token ids must be below it; None if it is not known.
+
+        Raises:
+            InputError: a file is missing.
+        """
+        return iter_prompts(
+            iter_records(self.paths, shuffle_seed=self.shuffle_seed),
+            self.preparer().template_for,
+            last_only=self.preparation.loss_on is LossOn.LAST,
+            vocab_size=vocab_size,
         )
 
     def load_tokenizer(self) -> Any:

@@ -1,15 +1,19 @@
 """Puts a run together: on a server of its own, or on one that is running already."""
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from sglang_hs_capture.config import CaptureConfig
+from sglang_hs_capture.data.records import Prepared
+from sglang_hs_capture.driver.answers import ANSWERS_FILE
 from sglang_hs_capture.driver.check import check_output, find_model, make_output
 from sglang_hs_capture.driver.launch import flag_value, plan_server
 from sglang_hs_capture.driver.progress import ProgressView
-from sglang_hs_capture.driver.run import RunSettings, run_capture
+from sglang_hs_capture.driver.regenerate import AnswerSettings, Regeneration
+from sglang_hs_capture.driver.run import RunSettings, Samples, run_capture
 from sglang_hs_capture.driver.server import free_port
 from sglang_hs_capture.driver.source import Source
 from sglang_hs_capture.driver.summary import Summary
@@ -64,6 +68,7 @@ def run_on_own_server(
     cpu: bool = False,
     notice: str = "",
     start_timeout_s: float,
+    answers: AnswerSettings | None = None,
 ) -> Summary:
     """Start a server, capture, and stop the server.
 
@@ -71,13 +76,15 @@ def run_on_own_server(
 
     Args:
         notice: said before the server is started, if it is.
+        answers: how the model is to answer the prompts anew, before they are captured with its answers.
 
     Raises:
         HsCaptureError: nothing was begun; errors that come later are told by the summary.
     """
     config = find_model(model)
-    samples = source.samples(
-        max_length=_context_length(config, sglang_args), vocab_size=config.vocab_size if config else None
+    vocab_size = config.vocab_size if config else None
+    samples, again = _input(
+        source, settings, answers, max_length=_context_length(config, sglang_args), vocab_size=vocab_size
     )
     plan = plan_server(
         model,
@@ -85,12 +92,13 @@ def run_on_own_server(
         sglang_args,
         port=free_port(),
         cpu=cpu,
-        prefill_only=True,
+        own=True,
+        generates=answers is not None,
     )
     make_output(settings.output)
     check_output(settings.output, config, plan.capture)
     target = OwnServer(plan, settings.output, config, start_timeout_s, notice)
-    return run_capture(target, samples, settings, view)
+    return run_capture(target, samples, settings, view, again)
 
 
 def run_on_running_servers(
@@ -102,19 +110,21 @@ def run_on_running_servers(
     model: str | None,
     wanted: Wanted,
     api_key: str | None = None,
+    answers: AnswerSettings | None = None,
 ) -> Summary:
     """Capture on servers that somebody else started.
 
     Args:
         urls: the servers', all of which capture into the output.
         model: the model they should serve; None to take their word.
+        answers: see ``run_on_own_server``.
 
     Raises:
         HsCaptureError: nothing was begun.
     """
     config = find_model(model) if model else None
     known = config or served_model(settings.output)
-    samples = source.samples(max_length=None, vocab_size=known.vocab_size if known else None)
+    samples, again = _input(source, settings, answers, max_length=None, vocab_size=known.vocab_size if known else None)
     if not settings.output.is_dir():
         raise ConfigError(
             f"--output {settings.output}: there is no such directory; name the one the server captures into"
@@ -124,7 +134,39 @@ def run_on_running_servers(
         return wanted.differences(there, config)
 
     target = RunningServers(urls, settings.output, expected, api_key, CONNECT_GRACE_S)
-    return run_capture(target, samples, settings, view)
+    return run_capture(target, samples, settings, view, again)
+
+
+def _input(
+    source: Source,
+    settings: RunSettings,
+    answers: AnswerSettings | None,
+    *,
+    max_length: int | None,
+    vocab_size: int | None,
+) -> tuple[Samples, Regeneration | None]:
+    """What is to be captured: the samples of the input, or what the model answers to its prompts.
+
+    Raises:
+        InputError: a file is missing.
+    """
+    if answers is None:
+        return source.samples(max_length=max_length, vocab_size=vocab_size), None
+    prompts = islice(source.prompts(vocab_size=vocab_size), settings.limit)
+    again = Regeneration(
+        prompts=prompts,
+        directory=settings.output,
+        settings=answers,
+        max_length=source.preparation.max_length,
+        max_prompts=settings.pump.max_prompts,
+        delivery=settings.delivery,
+    )
+    return _answered(settings.output), again
+
+
+def _answered(directory: Path) -> Iterator[Prepared]:
+    """The samples in the file of answers, which need not be there yet."""
+    yield from Source(paths=[directory / ANSWERS_FILE], tokenizer="").samples(max_length=None, vocab_size=None)
 
 
 def served_model(output: Path) -> ModelConfig | None:

@@ -28,6 +28,7 @@ class Summary:
         truncated: samples looked at that were cut to ``--max-length``, those that the dataset held before among them.
         excluded: numbers of samples left out by the settings of the run, by reason.
         resent: times a sample was sent again.
+        answered: prompts that the model answered for this run.
         tokens: tokens of the captured samples.
         bytes: bytes of states written, including those of failed attempts.
         seconds: from the first prompt sent to the last sample acknowledged.
@@ -46,6 +47,7 @@ class Summary:
     truncated: int = 0
     excluded: dict[Exclusion, int] = field(default_factory=dict)
     resent: int = 0
+    answered: int = 0
     tokens: int = 0
     bytes: int = 0
     seconds: float = 0.0
@@ -78,6 +80,8 @@ class Summary:
         ]
         if self.blocked_s >= 0.1:
             lines.append(f"The model waited {self.blocked_s:.1f} s for the disk: the ring was full.")
+        if self.answered:
+            lines.append(f"Answered {count_of(self.answered, 'prompt')} anew before.")
         if self.resent:
             lines.append(f"Sent again {self.resent:,} times.")
         lines += _list("Skipped", self.skipped) + _list("Dropped", self.dropped)

@@ -60,6 +60,8 @@ class FakeServer:
         self.directory = directory
         self.behave = behave
         self.requests: list[str] = []
+        self.generated: list[dict[str, Any]] = []
+        self.flushes = 0
         self.url = ""
         self.record = SessionRecord(
             writer=writer,
@@ -88,6 +90,7 @@ class FakeServer:
         app.router.add_get("/health", self._health)
         app.router.add_get("/server_info", self._info)
         app.router.add_post("/generate", self._generate)
+        app.router.add_post("/flush_cache", self._flush)
         self._runner = web.AppRunner(app)
         await self._runner.setup()
         await self._listen(0)
@@ -119,6 +122,11 @@ class FakeServer:
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()
 
+    async def _flush(self, _: web.Request) -> web.Response:
+        # SGLang refuses as long as a request is not wholly done.
+        self.flushes += 1
+        return web.Response(status=200 if self.flushes > 1 else 400)
+
     async def _info(self, _: web.Request) -> web.Response:
         overrides = {"hs_capture": {"output_dir": str(self.directory)}}
         return web.json_response({"json_model_override_args": json.dumps(overrides)})
@@ -145,10 +153,22 @@ class FakeServer:
         if action == "failed":
             self.store.add_failure(rid, "non_finite", "state 0 at position 3")
             self.store.commit()
+        if body["sampling_params"]["max_new_tokens"]:
+            return web.json_response(self.answer(action, body))
         if action in {"ok", "mismatch"}:
             self.capture(rid, ids if action == "ok" else [*ids[:-1], ids[-1] + 1])
         await asyncio.sleep(0)
         return web.json_response({"output_ids": [], "meta_info": {"prompt_tokens": len(ids)}})
+
+    def answer(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The reply to a request that generates: the prompt backwards, ended by a stop token that is not shown."""
+        self.generated.append(body)
+        length = body["sampling_params"]["max_new_tokens"]
+        finish = {"type": "abort"} if action == "abort" else {"type": "length", "length": length}
+        tokens = body["input_ids"][::-1][:length]
+        if action != "abort" and len(tokens) < length:
+            finish = {"type": "stop", "matched": 99}
+        return {"output_ids": tokens, "meta_info": {"finish_reason": finish}}
 
     def capture(self, rid: str, ids: list[int]) -> None:
         """Store rows for these tokens and acknowledge them."""

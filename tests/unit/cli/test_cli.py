@@ -14,6 +14,7 @@ from sglang_hs_capture.cli import main as main_module
 from sglang_hs_capture.cli import run as run_module
 from sglang_hs_capture.cli.main import main, split
 from sglang_hs_capture.cli.options import CaptureOptions
+from sglang_hs_capture.driver.regenerate import AnswerSettings
 from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.model_config import load_model_config
 from sglang_hs_capture.store.hashing import end_hash, prefix_hashes
@@ -184,6 +185,10 @@ def test_defaults(capsys, tmp_path, model, data, monkeypatch):
     assert (capture.layers, capture.final, capture.dtype) == ("eagle3", "pre_norm", "bfloat16")
     assert (capture.ring_bytes, capture.rid_prefix) == (2**28, "hs-")
     assert seen["settings"].on_bad_input == "stop"
+    assert seen["answers"] is None
+    words = ["--regenerate", "--max-new-tokens", 64, "--temperature", 0.5, "--top-p", 0.75]
+    assert call(capsys, "run", "--model", model, "--data", data, "--output", tmp_path / "out", *words)[0] == 0
+    assert seen["answers"] == AnswerSettings(max_new_tokens=64, temperature=0.5, top_p=0.75)
 
 
 def test_serve_prints_the_plain_command(capsys, tmp_path, model):
@@ -361,6 +366,8 @@ def test_inspect_tells_a_session_whose_process_has_ended(capsys, dataset):
         (["--server", "http://127.0.0.1:1", "--device", "cpu"], "--device is a setting of the server"),
         (["--model", "m", "--overflow", "drop"], "--overflow says what becomes of samples longer than --max-length"),
         (["--model", "m", "--api-key", "k"], "--api-key is for --server"),
+        (["--model", "m", "--temperature", "1"], "--temperature is a setting of --regenerate"),
+        (["--model", "m", "--regenerate", "--split-turns", "never"], "--split-turns has no meaning for what the model"),
     ],
 )
 def test_an_option_that_would_have_no_effect_is_refused(capsys, tmp_path, words, named):

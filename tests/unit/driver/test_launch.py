@@ -33,7 +33,7 @@ def test_the_plain_command_has_what_capture_needs_and_no_more():
 
 
 def test_a_prefill_only_server_leaves_out_what_generation_needs():
-    found = plan(prefill_only=True, port=4000)
+    found = plan(own=True, generates=False, port=4000)
     assert {"--skip-tokenizer-init", "--disable-decode-cuda-graph", "--skip-server-warmup"} <= set(found.command)
     assert flag_value(found.command, "--host") == "127.0.0.1"
     assert found.url == "http://127.0.0.1:4000"
@@ -48,7 +48,7 @@ def test_the_cpu_platform_hides_the_gpu():
 
 @pytest.mark.parametrize("args", [["--port", "5000", "--host", "0.0.0.0"], ["--port=5000", "--host=0.0.0.0"]])
 def test_the_users_flags_come_last_and_are_heeded(args):
-    found = plan([*args, "--model-impl", "auto", "--api-key", "secret"], port=4000, prefill_only=True)
+    found = plan([*args, "--model-impl", "auto", "--api-key", "secret"], port=4000, own=True, generates=False)
     assert found.command[-len(args) - 4 :] == (*args, "--model-impl", "auto", "--api-key", "secret")
     assert found.url == "http://127.0.0.1:5000"
     assert found.api_key == "secret"
