@@ -37,6 +37,7 @@ setup(
         "huggingface-hub",
         "triton",
         "safetensors",
+        "datasets",
         "numpy",
         "prometheus-client",
         "pydantic>=2",
