@@ -95,14 +95,21 @@ def memory_of(tensor: Tensor) -> memoryview:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Give a small file its content in one step, durably.
+def write_bytes(unfinished: Path, path: Path, data: bytes) -> None:
+    """Give a small file its content in one step, durably; it is written in the folder ``unfinished`` first.
 
     Raises:
         DiskFullError, StoreError: the disk refuses; the old content is still there.
     """
+    temporary = unfinished / f"{path.name}.tmp"
     with fs.io_errors(path, "write"):
-        fs.replace_file(path, data)
+        fd = fs.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            fs.pwrite_all(fd, data, 0)
+            fs.fsync(fd)
+        finally:
+            os.close(fd)
+        fs.rename_all([(temporary, path)])
 
 
 def move_into(folder: Path, files: Sequence[Path]) -> None:

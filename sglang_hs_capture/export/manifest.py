@@ -19,7 +19,7 @@ from sglang_hs_capture.export.files import write_bytes
 from sglang_hs_capture.store import fs
 from sglang_hs_capture.store.index import SampleEntry
 from sglang_hs_capture.store.journal import encode_line, read_records
-from sglang_hs_capture.store.jsonfile import read_object, write_object
+from sglang_hs_capture.store.jsonfile import read_object
 from sglang_hs_capture.store.lock import FileLock
 from sglang_hs_capture.store.schema import to_hex
 
@@ -98,12 +98,10 @@ class Output:
         return self.path / UNFINISHED
 
     def _open(self) -> None:
+        # Another run may have begun in the meantime.
+        _require_empty_or_export(self.path)
         manifest = read_object(self.path / MANIFEST, REMEDY)
-        if manifest is None:
-            # A run may have been killed before it wrote anything else.
-            _require_empty_or_export(self.path)
-            self._write(None)
-        else:
+        if manifest is not None:
             _require_same(self.path, manifest, self.identity)
             self.finished = manifest.get("finished")
             self.samples = _read_samples(self.path / SAMPLES)
@@ -111,6 +109,8 @@ class Output:
             if self.unfinished.exists():
                 shutil.rmtree(self.unfinished)
             fs.make_dir(self.unfinished)
+        if manifest is None:
+            self._write(None)
 
     def number(self, samples: Sequence[SampleEntry], file_of: Mapping[str, Path]) -> None:
         """Put the samples of this export, in the order of their numbers, in the place of those known so far.
@@ -135,7 +135,7 @@ class Output:
             for folder in {file_of[sample.id].parent for sample in changed}:
                 if folder.is_dir():
                     fs.fsync_dir(folder)
-        write_bytes(self.path / SAMPLES, b"".join(sample.to_line() for sample in now))
+        write_bytes(self.unfinished, self.path / SAMPLES, b"".join(sample.to_line() for sample in now))
         self.samples = now
 
     def finish(self, state: Mapping[str, Any]) -> None:
@@ -149,16 +149,16 @@ class Output:
     def _write(self, finished: dict[str, Any] | None) -> None:
         self.finished = finished
         content = {"kind": KIND, "version": VERSION, **self.identity, "finished": finished}
-        write_object(self.path / MANIFEST, content)
+        write_bytes(self.unfinished, self.path / MANIFEST, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def _require_empty_or_export(path: Path) -> None:
+    names: set[str] = set()
     with fs.io_errors(path, "read"):
         if path.is_dir():
             names = set(os.listdir(path)) - {LOCK, UNFINISHED}
-            names = {name for name in names if not name.startswith(f".{MANIFEST}.")}
-        else:
-            names = {path.name} if path.exists() else set()
+        elif path.exists():
+            names = {path.name}
     if names and MANIFEST not in names:
         raise StoreError(
             f"{path}: expected an empty directory or an export; it holds {sorted(names)[0]!r} and no {MANIFEST}; "

@@ -44,6 +44,14 @@ class Written:
     model: str
     vocabulary: DraftVocabulary | None
 
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file, in one step.
+
+        Raises:
+            DiskFullError, StoreError: the disk refuses.
+        """
+        write_bytes(self.unfinished, self.path / name, data)
+
 
 class TrainerFormat(ABC):
     """One layout, for one dataset.
@@ -156,10 +164,10 @@ class TrainerFormat(ABC):
             counts = TokenCounts()
             for _ in counts.watch(written.rows()):
                 pass
-            self.write_vocabulary(written.path, written.vocabulary, counts)
+            self.write_vocabulary(written, written.vocabulary, counts)
 
-    def write_vocabulary(self, path: Path, vocabulary: DraftVocabulary, counts: TokenCounts) -> None:
+    def write_vocabulary(self, written: Written, vocabulary: DraftVocabulary, counts: TokenCounts) -> None:
         """Write ``d2t-{V}.npy`` and ``t2d-{V}.npy`` for a draft model's vocabulary of V tokens."""
         d2t, t2d = vocabulary.mappings(counts.as_dict())
-        write_bytes(path / f"d2t-{vocabulary.size}.npy", npy_bytes(d2t))
-        write_bytes(path / f"t2d-{vocabulary.size}.npy", npy_bytes(t2d))
+        written.put(f"d2t-{vocabulary.size}.npy", npy_bytes(d2t))
+        written.put(f"t2d-{vocabulary.size}.npy", npy_bytes(t2d))

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_hs_capture import __version__
-from sglang_hs_capture.export.files import write_bytes
 from sglang_hs_capture.export.formats.base import TrainerFormat, Written
 from sglang_hs_capture.export.layout import FileLayout
 from sglang_hs_capture.export.options import Format
@@ -34,8 +33,8 @@ class EaglePt(TrainerFormat):
 
     def finish(self, written: Written) -> None:
         lengths = {str(number): sample.length for number, sample in enumerate(written.samples)}
-        write_bytes(written.path / "sample_lengths.json", json.dumps(lengths).encode())
-        write_bytes(written.path / "data_config.json", self._config(written))
+        written.put("sample_lengths.json", json.dumps(lengths).encode())
+        written.put("data_config.json", self._config(written))
         super().finish(written)
 
     def _config(self, written: Written) -> bytes:

@@ -3,15 +3,12 @@
 So the last state is the one after the final norm. Its reader takes any file whose name ends in ``.ckpt``.
 """
 
-from pathlib import Path
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from sglang_hs_capture.errors import ConfigError
-from sglang_hs_capture.export.files import write_bytes
-from sglang_hs_capture.export.formats.base import POST_NORM, PRE_NORM, TrainerFormat
+from sglang_hs_capture.export.formats.base import POST_NORM, PRE_NORM, TrainerFormat, Written
 from sglang_hs_capture.export.layout import FileLayout, StatesOf
 from sglang_hs_capture.export.options import Format
 from sglang_hs_capture.export.states import State
@@ -52,12 +49,12 @@ class SpecForge(TrainerFormat):
         }
         return torch_layout(content, self.dtype)
 
-    def write_vocabulary(self, path: Path, vocabulary: DraftVocabulary, counts: TokenCounts) -> None:
+    def write_vocabulary(self, written: Written, vocabulary: DraftVocabulary, counts: TokenCounts) -> None:
         d2t, t2d = (torch.from_numpy(array) for array in vocabulary.mappings(counts.as_dict()))
-        folder = path / "vocab_mapping"
+        folder = written.path / "vocab_mapping"
         with fs.io_errors(folder, "create"):
             fs.make_dir(folder)
-        write_bytes(folder / "vocab_mapping.pt", torch_bytes({"d2t": d2t, "t2d": t2d}))
+        written.put("vocab_mapping/vocab_mapping.pt", torch_bytes({"d2t": d2t, "t2d": t2d}))
 
 
 def _batch_of_one(states: StatesOf) -> StatesOf:

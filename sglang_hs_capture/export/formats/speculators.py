@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_hs_capture.export.files import move_into, write_bytes
+from sglang_hs_capture.export.files import move_into
 from sglang_hs_capture.export.formats.base import TrainerFormat, Written
 from sglang_hs_capture.export.layout import FileLayout, safetensors_layout
 from sglang_hs_capture.export.options import Format
@@ -49,9 +49,9 @@ class Speculators(TrainerFormat):
                 if old.name not in names:
                     fs.remove(old)
         move_into(written.path, [folder / name for name in sorted(names, key=lambda n: n == STATE_FILE)])
-        write_bytes(written.path / "token_freq.pt", torch_bytes(counts.as_dict()))
+        written.put("token_freq.pt", torch_bytes(counts.as_dict()))
         if written.vocabulary is not None:
-            self.write_vocabulary(written.path, written.vocabulary, counts)
+            self.write_vocabulary(written, written.vocabulary, counts)
 
 
 def write_arrow(folder: Path, rows: Iterable[Row]) -> None:
