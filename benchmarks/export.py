@@ -17,11 +17,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch
+from safetensors.torch import save_file
+
 from benchmarks.load import machine
-from benchmarks.reader import write
+from benchmarks.reader import HIDDEN, write
 from benchmarks.report import Report, plain
 from sglang_hs_capture.export.options import ExportOptions, Format
 from sglang_hs_capture.export.run import export_dataset
+from sglang_hs_capture.store.identity import FINAL_NORM_FILE
 from sglang_hs_capture.store.index import load_index
 
 
@@ -94,6 +98,8 @@ def main() -> None:
     arguments = parse_arguments()
     shutil.rmtree(arguments.directory, ignore_errors=True)
     write(arguments.directory / "dataset", arguments, arguments.extents)
+    norm = arguments.directory / "dataset" / FINAL_NORM_FILE
+    save_file({"weight": torch.ones(HIDDEN, dtype=torch.bfloat16)}, norm, {"eps": "1e-06"})
     kinds: dict[str, Callable[[Path, Path], None]] = {"cp": copy}
     for layout in arguments.formats:
         for workers in arguments.workers if layout == Format.SAFETENSORS else arguments.workers[-1:]:
