@@ -48,14 +48,12 @@ class FileLayout:
     Attributes:
         pieces: bytes and where they go.
         regions: where states go.
-        size: of the whole file.
-        seal: where a format has checksums of its states: given the CRC-32 of each region, in order, the bytes that hold
-            them and where they go.
+        seal: where a format has checksums of its states: given the CRC-32 of each region, in order, all further bytes
+            and where they go.
     """
 
     pieces: list[tuple[int, bytes]]
     regions: list[Region]
-    size: int
     seal: Callable[[Sequence[int]], list[tuple[int, bytes]]] | None = None
 
 
@@ -88,4 +86,4 @@ def safetensors_layout(
     start = 8 + len(text)
     pieces = [(0, struct.pack("<Q", len(text)) + text + b"".join(arrays))]
     regions = [replace(region, offset=start + region.offset) for region in regions]
-    return FileLayout(pieces, regions, start + end)
+    return FileLayout(pieces, regions)

@@ -68,36 +68,52 @@ def torch_layout(content: Mapping[str, Any], dtype: torch.dtype) -> FileLayout:
         torch.save({name: stand_in(value) for name, value in content.items()}, cast("IO[bytes]", file))
     if [size for _, size in file.gaps] != [tensor.nbytes for _, tensor in tensors]:
         raise RuntimeError(_CHANGED)
-    pieces, regions = list(file.pieces), []
+    arrays: list[tuple[int, bytes]] = []
+    regions: list[Region] = []
     sums: list[int | None] = []
     for (offset, _), (value, tensor) in zip(file.gaps, tensors, strict=True):
         if isinstance(value, StatesOf):
             regions.append(Region(offset, value.first, value.last))
             sums.append(None)
         else:
-            pieces.append((offset, tensor.numpy().tobytes()))
-            sums.append(zlib.crc32(pieces[-1][1]))
-    return FileLayout(pieces, regions, file.tell(), partial(_seal, file, sums))
+            arrays.append((offset, tensor.numpy().tobytes()))
+            sums.append(zlib.crc32(arrays[-1][1]))
+    return FileLayout([], regions, partial(_seal, file, arrays, sums))
 
 
-def _seal(file: _Recorder, sums: list[int | None], of_states: Sequence[int]) -> list[tuple[int, bytes]]:
-    """The tensors' checksums, and their places: behind each, and in the directory at the end of a zip file."""
+def _seal(
+    file: _Recorder, arrays: list[tuple[int, bytes]], sums: list[int | None], of_states: Sequence[int]
+) -> list[tuple[int, bytes]]:
+    """All but the states, with the tensors' checksums: behind each, and in the directory at the end of a zip file."""
     missing = iter(of_states)
     sealed = [struct.pack("<I", next(missing) if known is None else known) for known in sums]
-    by_start = dict(file.pieces)
-    found = []
+    pieces = {start: bytearray(data) for start, data in file.pieces}
     for (offset, size), crc in zip(file.gaps, sealed, strict=True):
-        if not by_start.get(offset + size, b"").startswith(_DESCRIPTOR):
+        descriptor = pieces.get(offset + size, bytearray())
+        if not descriptor.startswith(_DESCRIPTOR):
             raise RuntimeError(_CHANGED)
-        found.append((offset + size + 4, crc))
-    start, directory = next(piece for piece in file.pieces if piece[1].startswith(_ENTRY))
-    place = 0
+        descriptor[4:8] = crc
+    directory = next(piece for piece in pieces.values() if piece.startswith(_ENTRY))
+    place = found = 0
     while directory.startswith(_ENTRY, place):
         name, *more = struct.unpack_from("<HHH", directory, place + 28)
         record = directory[place + 46 : place + 46 + name].partition(b"/data/")[2]
         if record:
-            found.append((start + place + 16, sealed[int(record)]))
+            directory[place + 16 : place + 20] = sealed[int(record)]
+            found += 1
         place += 46 + name + sum(more)
-    if len(found) != 2 * len(sealed):
+    if found != len(sealed):
         raise RuntimeError(_CHANGED)
-    return found
+    return _joined([*arrays, *((start, bytes(data)) for start, data in pieces.items())])
+
+
+def _joined(pieces: list[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
+    """The same bytes in as few pieces as there are gaps between them."""
+    joined: list[tuple[int, list[bytes]]] = []
+    end = -1
+    for offset, data in sorted(pieces):
+        if offset != end:
+            joined.append((offset, []))
+        joined[-1][1].append(data)
+        end = offset + len(data)
+    return [(offset, b"".join(parts)) for offset, parts in joined]

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import random
 import shutil
 import signal
 import tempfile
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from exported_dataset import MORE, Watching, content, export, info_of
-from faulty_disk import FailAt, FaultyOS, GatedOS, KillAt, disk
+from faulty_disk import FailAt, FaultyOS, ForgetfulOS, GatedOS, KillAt, PowerLossError, close_all_below, disk
 from safetensors.torch import load_file
 
 from sglang_hs_capture import HiddenStateDataset
@@ -73,7 +74,7 @@ def test_killed_at_many_steps(template: Path, in_memory: Path, layout: str, torn
     steps = steps_of(template, in_memory / "whole", layout)
     expected = content(in_memory / "whole")
     assert steps > 40
-    for step in range(int(torn), steps, 7):
+    for step in range(int(torn), steps, 9):
         out = in_memory / f"out-{step}"
 
         def killed(step: int = step, out: Path = out) -> None:
@@ -88,6 +89,27 @@ def test_killed_at_many_steps(template: Path, in_memory: Path, layout: str, torn
         assert export(template, out, layout).samples == 8
         assert content(out) == expected, step
         assert not (out / manifest.UNFINISHED).exists()
+
+
+@pytest.mark.parametrize("layout", ["specforge", "modelopt"])
+def test_the_power_goes(template: Path, in_memory: Path, layout: str) -> None:
+    """Whatever the disk kept of what was not made durable: what has its name is whole, and the rest can be made."""
+    steps = steps_of(template, in_memory / "whole", layout)
+    expected = content(in_memory / "whole")
+    for step in range(3, steps - 3, 9):
+        lost = in_memory / f"lost-{step}"
+        lost.mkdir()
+        with disk(ForgetfulOS(lost, step)) as forgetful, pytest.raises(PowerLossError):
+            export(template, lost, layout)
+        for state, rng in enumerate((None, random.Random(step))):
+            out = in_memory / f"out-{step}-{state}"
+            forgetful.materialise(out, rng)
+            for path in out.rglob("*"):
+                if path.suffix in (".ckpt", ".pt"):
+                    assert path.read_bytes() == expected[path.relative_to(out).as_posix()], (step, path.name)
+            export(template, out, layout)
+            assert content(out) == expected, step
+        close_all_below(lost)
 
 
 def test_killed_while_the_arrow_dataset_is_replaced(directory: Path, in_memory: Path) -> None:
