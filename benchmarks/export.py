@@ -10,7 +10,9 @@ file is given an ``fsync``. Rates are bytes of states as they are stored, for al
 
 import argparse
 import os
+import resource
 import shutil
+import statistics
 import subprocess
 import time
 from collections.abc import Callable
@@ -77,21 +79,31 @@ def forget(folder: Path) -> None:
         os.close(fd)
 
 
-def measure(arguments: argparse.Namespace, kinds: dict[str, Callable[[Path, Path], None]]) -> dict[str, list[float]]:
-    """MB/s of each kind in each round."""
+def cpu_seconds() -> float:
+    """Of this process and of those that it waited for."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def measure(
+    arguments: argparse.Namespace, kinds: dict[str, Callable[[Path, Path], None]]
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """MB/s, and seconds of the processors for a GB, of each kind in each round."""
     dataset, out = arguments.directory / "dataset", arguments.directory / "out"
     index = load_index(dataset)
     size = sum(sample.length for sample in index.samples) * index.info.row_bytes
     series: dict[str, list[float]] = {kind: [] for kind in kinds}
+    cpu: dict[str, list[float]] = {kind: [] for kind in kinds}
     for number in range(arguments.rounds):
         for kind, run in list(kinds.items())[:: -1 if number % 2 else 1]:
             shutil.rmtree(out, ignore_errors=True)
             forget(dataset / "shards")
-            started = time.monotonic()
+            started, used = time.monotonic(), cpu_seconds()
             run(dataset, out)
             series[kind].append(size / 1e6 / (time.monotonic() - started))
+            cpu[kind].append((cpu_seconds() - used) / (size / 1e9))
             print(f"round {number}: {kind}: {series[kind][-1]:,.0f} MB/s", flush=True)
-    return series
+    return series, cpu
 
 
 def main() -> None:
@@ -105,14 +117,17 @@ def main() -> None:
         for workers in arguments.workers if layout == Format.SAFETENSORS else arguments.workers[-1:]:
             name = f"{layout}, {workers} worker{'' if workers == 1 else 's'}"
             kinds[name] = partial(export, layout=layout, workers=workers)
-    series = measure(arguments, kinds)
+    series, cpu = measure(arguments, kinds)
     shutil.rmtree(arguments.directory)
     ratios = {
         f"{kind} / cp": [one / other for one, other in zip(rates, series["cp"], strict=True)]
         for kind, rates in series.items()
         if kind != "cp"
     }
-    report = Report("export", arguments.label, "MB/s", machine(), plain(arguments), series, ratios)
+    figures = {f"{kind}, CPU seconds a GB": statistics.median(values) for kind, values in cpu.items()}
+    report = Report(
+        "export", arguments.label, "MB/s", machine(), plain(arguments), series, ratios, figures, {"CPU s/GB": cpu}
+    )
     report.write(arguments.results)
     print(report.markdown())
 

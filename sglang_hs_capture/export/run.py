@@ -4,9 +4,12 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from sglang_hs_capture.errors import ConfigError, DatasetMismatchError, StoreError
 from sglang_hs_capture.export.files import Batch
@@ -167,12 +170,24 @@ def _write(
 
     pool = ThreadPoolExecutor(workers, "hs-export")
     try:
-        for done in as_completed([pool.submit(write, batch) for batch in _batches(jobs, token_bytes)]):
-            done.result()
+        with _one_thread_each():
+            for done in as_completed([pool.submit(write, batch) for batch in _batches(jobs, token_bytes)]):
+                done.result()
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)
     return total
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Keep torch from starting threads of its own beside the workers: they would wait for each other, spinning."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _batches(jobs: Sequence[_Job], token_bytes: int) -> Iterator[list[_Job]]:
