@@ -105,6 +105,11 @@ class Output:
             _require_same(self.path, manifest, self.identity)
             self.finished = manifest.get("finished")
             self.samples = _read_samples(self.path / SAMPLES)
+            if len(self.samples) < manifest.get("numbered", 0):
+                raise CorruptionError(
+                    f"{self.path / SAMPLES}: expected {manifest['numbered']} samples or more, got {len(self.samples)}: "
+                    f"nobody can say whose the files are; {REMEDY}"
+                )
         with fs.io_errors(self.unfinished, "create"):
             if self.unfinished.exists():
                 shutil.rmtree(self.unfinished)
@@ -137,6 +142,7 @@ class Output:
                     fs.fsync_dir(folder)
         write_bytes(self.unfinished, self.path / SAMPLES, b"".join(sample.to_line() for sample in now))
         self.samples = now
+        self._write(None)
 
     def finish(self, state: Mapping[str, Any]) -> None:
         """Say that all is written.
@@ -148,7 +154,13 @@ class Output:
 
     def _write(self, finished: dict[str, Any] | None) -> None:
         self.finished = finished
-        content = {"kind": KIND, "version": VERSION, **self.identity, "finished": finished}
+        content = {
+            "kind": KIND,
+            "version": VERSION,
+            **self.identity,
+            "numbered": len(self.samples),
+            "finished": finished,
+        }
         write_bytes(self.unfinished, self.path / MANIFEST, (json.dumps(content, indent=2) + "\n").encode())
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sglang_hs_capture.errors import ConfigError, DatasetMismatchError, StoreError
+from sglang_hs_capture.errors import ConfigError, DatasetMismatchError, DiskFullError, StoreError
 from sglang_hs_capture.export.files import Batch
 from sglang_hs_capture.export.formats import FORMATS
 from sglang_hs_capture.export.formats.base import TrainerFormat, Written
@@ -126,8 +126,8 @@ def _choose(dataset: HiddenStateDataset, output: Output, options: ExportOptions)
     gone = [numbered.id for numbered in output.samples if numbered.id not in by_id]
     if gone:
         raise StoreError(
-            f"{output.path}: the export holds {gone[0]!r}, and the dataset no longer has it (nor {len(gone) - 1} "
-            f"others); {REMEDY}"
+            f"{output.path}: the export holds {gone[0]!r}, and the dataset no longer has it; of such samples there "
+            f"are {len(gone)}; {REMEDY}"
         )
     chosen = {numbered.id: by_id[numbered.id] for numbered in output.samples}
     more = (sample for sample in dataset.samples if sample.loss_tokens >= options.min_loss_tokens)
@@ -155,6 +155,7 @@ def _write(
     with fs.io_errors(output.path, "make folders in"):
         for folder in {job.path.parent for job in jobs}:
             fs.make_dir(folder)
+    _require_room(output.path, total)
     view.begin("Export", total, "bytes")
     stop = threading.Event()
 
@@ -177,6 +178,20 @@ def _write(
         stop.set()
         pool.shutdown(cancel_futures=True)
     return total
+
+
+def _require_room(path: Path, size: int) -> None:
+    """Say at once what would otherwise be noticed after hours.
+
+    Raises:
+        DiskFullError: there is less room than the states take.
+    """
+    free = fs.free_bytes(path)
+    if free < size:
+        raise DiskFullError(
+            f"{path}: the states that are to be written take {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; free "
+            "some space or choose another directory"
+        )
 
 
 @contextmanager

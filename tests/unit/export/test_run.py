@@ -29,6 +29,7 @@ from sglang_hs_capture.errors import (
 )
 from sglang_hs_capture.export import manifest, run
 from sglang_hs_capture.export.options import ExportDtype, ExportOptions, Format
+from sglang_hs_capture.store import fs
 from sglang_hs_capture.store.requests import RequestLedger
 
 SUFFIX = {"eagle-pt": ".pt", "speculators": ".safetensors", "specforge": ".ckpt", "modelopt": ".pt"}
@@ -322,6 +323,41 @@ def test_a_damaged_list_of_samples(template: Path, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b'"length":3', b'"length":4', 1))
     with pytest.raises(CorruptionError, match="line 1"):
         export(template, tmp_path / "out", "eagle-pt")
+
+
+@pytest.mark.parametrize("left", [0, 3])
+def test_a_list_of_samples_that_was_cut(template: Path, tmp_path: Path, left: int) -> None:
+    """The files are there, and nobody can say whose they are."""
+    export(template, tmp_path / "out", "eagle-pt")
+    path = tmp_path / "out" / manifest.SAMPLES
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:left]))
+    with pytest.raises(CorruptionError, match=f"expected 8 samples or more, got {left}"):
+        export(template, tmp_path / "out", "eagle-pt")
+
+
+def test_an_interrupt(template: Path, tmp_path: Path) -> None:
+    class Interrupting(Watching):
+        def advance(self, amount: int) -> None:
+            super().advance(amount)
+            if self.done["Export"] > self.totals["Export"] / 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.export_dataset(template, tmp_path / "out", ExportOptions(format=Format.EAGLE_PT), Interrupting())
+    assert not (tmp_path / "out" / manifest.UNFINISHED).exists()
+    assert export(template, tmp_path / "out", "eagle-pt").samples == 8
+    export(template, tmp_path / "whole", "eagle-pt")
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_too_little_room_is_told_at_once(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = export(template, tmp_path / "whole", "eagle-pt").bytes_written
+    monkeypatch.setattr(fs, "free_bytes", lambda _path: needed - 1)
+    with pytest.raises(DiskFullError, match="GB are free; free some space or choose another directory"):
+        export(template, tmp_path / "out", "eagle-pt")
+    assert list((tmp_path / "out").rglob("*.pt")) == []
+    monkeypatch.setattr(fs, "free_bytes", lambda _path: needed)
+    assert export(template, tmp_path / "out", "eagle-pt").written == 8
 
 
 def test_two_exports_at_once(template: Path, tmp_path: Path) -> None:
