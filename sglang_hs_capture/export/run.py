@@ -189,8 +189,8 @@ def _require_room(path: Path, size: int) -> None:
     free = fs.free_bytes(path)
     if free < size:
         raise DiskFullError(
-            f"{path}: the states that are to be written take {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; free "
-            "some space or choose another directory"
+            f"{path}: the states that are to be written take {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; "
+            "free some space or choose another directory"
         )
 
 
