@@ -37,6 +37,7 @@ setup(
         "huggingface-hub",
         "triton",
         "safetensors",
+        "datasets",
         "numpy",
         "pyarrow>=19",
         "prometheus-client",

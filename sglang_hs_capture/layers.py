@@ -147,6 +147,15 @@ def sglang_draft_ids(boundaries: Sequence[int]) -> list[int]:
     return list(boundaries)
 
 
+def layer_ids_of(convention: str, boundaries: Sequence[int]) -> list[int]:
+    """States' ids in a convention, ``boundary`` or ``output_of_layer``; the final state is boundary ``num_layers``.
+
+    Raises:
+        ConfigError: the convention cannot name one of them.
+    """
+    return output_of_layer_ids(boundaries) if convention == "output_of_layer" else list(boundaries)
+
+
 def draft_ids(boundaries: Sequence[int]) -> dict[str, list[int]]:
     """The captured boundaries as each convention writes them; a convention that cannot name them is left out."""
     named = {"boundary": list(boundaries)}

@@ -1,6 +1,7 @@
 """A captured dataset as a PyTorch dataset: whole samples, read from the shards and checked against their tokens."""
 
 import warnings
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from sglang_hs_capture.reader.dequantize import dequantize
 from sglang_hs_capture.store.hashing import prefix_hashes
 from sglang_hs_capture.store.identity import FINAL_NORM_FILE
 from sglang_hs_capture.store.index import SampleEntry, SamplePart, load_index
-from sglang_hs_capture.store.schema import FLOAT8, DatasetInfo, Extent, ShardRecord, rle_decode, split_extents
+from sglang_hs_capture.store.schema import FLOAT8, DatasetInfo, Extent, ShardRecord, split_extents
 from sglang_hs_capture.store.shard import ShardLayout
 from sglang_hs_capture.store.shard_reader import ShardReader
 
@@ -102,21 +103,19 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
         states = {name: torch.empty(sample.length, self.info.hidden_size, dtype=dtype) for name in self.columns}
         scales: dict[str, Tensor] = {}
         wanted = set(self.columns)
-        input_ids = np.empty(0, np.int64)
+        input_ids = self.read_input_ids(sample)
         for part in sample.parts:
-            input_ids = self._read_tokens(sample, part)
             columns = {name: states[name] for name in part.columns if name in wanted}
-            scales_of_part = self._read_scales(part)
-            self._read_states(part, columns, None if self.raw else scales_of_part)
-            if scales_of_part is not None:
+            self._read_states(part, columns)
+            if self.raw and self.info.scaled:
+                scales_of_part = self._read_scales(part)
                 scales |= {name: scales_of_part[:, part.columns.index(name)].contiguous() for name in columns}
             wanted -= set(part.columns)
-        mask = np.ones(sample.length, np.int64) if sample.loss_mask_rle is None else rle_decode(sample.loss_mask_rle)
         item = {
             "id": sample.id,
             "input_ids": torch.from_numpy(input_ids),
             "hidden_states": list(states.values()),
-            "loss_mask": torch.from_numpy(mask),
+            "loss_mask": torch.from_numpy(sample.loss_mask()),
         }
         return {**item, "scales": [scales[name] for name in self.columns]} if self.raw and scales else item
 
@@ -131,6 +130,43 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
             raise StoreError(f"{path}: the dataset was captured without the final norm's weight")
         with safe_open(path, framework="pt") as file:
             return file.get_tensor("weight"), float(file.metadata()["eps"])
+
+    def read_input_ids(self, sample: SampleEntry) -> NDArray[np.int64]:
+        """The tokens int64 [S] of a sample, checked at every part if ``check`` is set.
+
+        Raises:
+            CorruptionError: they are not those that were captured.
+        """
+        return [self._read_tokens(sample, part) for part in sample.parts][-1]
+
+    def read_blocks(self, part: SamplePart, rows: int | None = None) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        """The rows of one part of a sample as they are stored, in order, a block at a time.
+
+        All blocks use the same memory: each is gone when the next one is asked for.
+
+        Args:
+            part: C columns, S rows.
+            rows: of a block; as many as stay in the processor's cache, if not given.
+
+        Yields:
+            The position of the block's first row; its states [n, C, H] in the dtype stored; and their scales, float32
+            [n, C], or None where states have none.
+
+        Raises:
+            CorruptionError: a shard is shorter than the journal says.
+            StoreError: the disk refuses.
+        """
+        width, length = len(part.columns), sum(extent.count for extent in part.extents)
+        row_bytes = width * self.info.column_bytes
+        rows = min(rows or max(1, _STAGING_BYTES // row_bytes), length)
+        scales = self._read_scales(part) if self.info.scaled else None
+        staging = torch.empty(rows, width, self.info.hidden_size, dtype=_TORCH_DTYPE[self.info.dtype])
+        memory = staging.view(torch.uint8).view(-1).numpy().data
+        starts = range(0, length, rows)
+        blocks = split_extents(part.extents, [min(rows, length - start) for start in starts])
+        for start, extents in zip(starts, blocks, strict=True):
+            end = start + self._stage(part.writer, extents, memory, row_bytes)
+            yield start, staging[: end - start], None if scales is None else scales[start:end]
 
     def _open_shard(self, writer: str, shard: int) -> ShardReader:
         record, rows = self._shards[writer, shard]
@@ -155,32 +191,22 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
                 )
         return ids
 
-    def _read_scales(self, part: SamplePart) -> Tensor | None:
-        """The scales float32 [S, C] of one part; None where states have none."""
-        if not self.info.scaled:
-            return None
+    def _read_scales(self, part: SamplePart) -> Tensor:
+        """The scales float32 [S, C] of one part of a sample whose states have some."""
         pieces = [
             self._shard(part.writer, extent.shard).read_scales(extent.start, extent.count) for extent in part.extents
         ]
         return torch.from_numpy(np.concatenate(pieces))
 
-    def _read_states(self, part: SamplePart, columns: dict[str, Tensor], scales: Tensor | None) -> None:
-        """Fill each of ``columns``, a tensor [S, H], from the rows of one part, times ``scales`` [S, C] if given."""
-        width, length = len(part.columns), sum(extent.count for extent in part.extents)
-        row_bytes = width * self.info.column_bytes
-        rows = max(1, _STAGING_BYTES // row_bytes)
-        staging = torch.empty(rows, width, self.info.hidden_size, dtype=_TORCH_DTYPE[self.info.dtype])
-        memory = staging.view(torch.uint8).view(-1).numpy().data
-        starts = range(0, length, rows)
-        blocks = split_extents(part.extents, [min(rows, length - start) for start in starts])
-        for start, extents in zip(starts, blocks, strict=True):
-            end = start + self._stage(part.writer, extents, memory, row_bytes)
+    def _read_states(self, part: SamplePart, columns: dict[str, Tensor]) -> None:
+        """Fill each of ``columns``, a tensor [S, H], from the rows of one part, times their scales unless ``raw``."""
+        places = {name: part.columns.index(name) for name in columns}
+        for start, states, scales in self.read_blocks(part):
             for name, column in columns.items():
-                index = part.columns.index(name)
-                values = staging[: end - start, index]
-                if scales is not None:
-                    values = dequantize(values, scales[start:end, index], column.dtype)
-                column[start:end] = values
+                values = states[:, places[name]]
+                if scales is not None and not self.raw:
+                    values = dequantize(values, scales[:, places[name]], column.dtype)
+                column[start : start + len(values)] = values
 
     def _stage(self, writer: str, extents: list[Extent], memory: memoryview, row_bytes: int) -> int:
         """Read the rows of ``extents`` one behind the other, however many there are; the number of rows."""

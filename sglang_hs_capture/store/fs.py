@@ -112,6 +112,14 @@ def rename(old: Path, new: Path) -> None:
     fsync_dir(new.parent)
 
 
+def rename_all(pairs: Sequence[tuple[Path, Path]]) -> None:
+    """Rename files within their file system, in this order, and then make their new names durable."""
+    for old, new in pairs:
+        os.rename(old, new)
+    for folder in dict.fromkeys(new.parent for _, new in pairs):
+        fsync_dir(folder)
+
+
 def remove(path: Path) -> None:
     """Remove a file if it is there; not durable until the folder is."""
     with suppress(FileNotFoundError):

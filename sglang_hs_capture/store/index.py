@@ -3,11 +3,14 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sglang_hs_capture.errors import CorruptionError
 from sglang_hs_capture.store.identity import read_info
 from sglang_hs_capture.store.replay import Replay, ShardState, journal_writers, replay_journal
 from sglang_hs_capture.store.requests import DroppedRecord, RequestRecord, Requests, load_requests
-from sglang_hs_capture.store.schema import RESTORE, DatasetInfo, Extent, parse_rid
+from sglang_hs_capture.store.schema import RESTORE, DatasetInfo, Extent, parse_rid, rle_decode
 from sglang_hs_capture.store.session import SessionRecord, read_sessions
 from sglang_hs_capture.store.shard import ShardLayout, ShardPaths
 
@@ -41,6 +44,15 @@ class SampleEntry:
     parts: tuple[SamplePart, ...]
     loss_mask_rle: tuple[int, ...] | None = None
     source: str | None = None
+
+    def loss_mask(self) -> NDArray[np.int64]:
+        """The loss mask, int64 [S]: all ones for a request sent by hand."""
+        return np.ones(self.length, np.int64) if self.loss_mask_rle is None else rle_decode(self.loss_mask_rle)
+
+    @property
+    def loss_tokens(self) -> int:
+        """How many tokens the loss mask has ones for."""
+        return self.length if self.loss_mask_rle is None else sum(self.loss_mask_rle[1::2])
 
     @property
     def writer(self) -> str:

@@ -203,7 +203,14 @@ class ForgetfulOS(FaultyOS):
         elif name == "unlink":
             self._changed(Path(args[0]), "", 0)
         elif name == "rename":
-            self._changed(Path(args[1]), Path(args[0]).name, os.stat(args[1]).st_ino)
+            old, new = Path(args[0]), Path(args[1])
+            inode = os.stat(new).st_ino
+            if old.parent == new.parent:
+                self._changed(new, old.name, inode)
+            else:
+                # Two folders become durable each for itself.
+                self._changed(new, "", inode)
+                self._changed(old, "", 0)
         elif name == "fsync":
             self._durable(args[0])
 

@@ -22,7 +22,7 @@ ORDER = (
     {"compat", "kernels", "store", "demo"},
     {"data"},
     {"staging", "reader", "platform"},
-    {"writing", "verify"},
+    {"writing", "verify", "export"},
     {"capture"},
     {"models", "driver"},
     {"cli"},
@@ -33,6 +33,7 @@ NEVER = {
     "driver": {"capture", "kernels", "models", "platform", "reader", "staging", "verify", "writing"},
     "cli": {"capture", "kernels", "models", "platform", "staging", "writing"},
     "reader": {"compat", "data", "demo", "kernels"},
+    "export": {"compat", "data", "demo", "kernels", "platform", "staging"},
     "verify": {"compat", "data", "kernels", "reader"},
 }
 MODULES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
