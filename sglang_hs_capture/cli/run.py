@@ -13,7 +13,7 @@ from sglang_hs_capture.driver.device import CPU_NOTICE, Device, use_cpu
 from sglang_hs_capture.driver.intake import OnBadInput
 from sglang_hs_capture.driver.progress import make_view
 from sglang_hs_capture.driver.pump import PumpSettings
-from sglang_hs_capture.driver.run import RunSettings
+from sglang_hs_capture.driver.run import KNOWN_ANSWERS, RunSettings
 from sglang_hs_capture.driver.source import Source, count_lines, parse_template_kwargs
 from sglang_hs_capture.driver.start import Wanted, run_on_own_server, run_on_running_servers, served_model
 from sglang_hs_capture.driver.summary import Summary
@@ -47,6 +47,14 @@ def run(
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="The key that the server of --server wants.")] = None,
     max_length: Annotated[int | None, typer.Option(min=1, help="Longer prompts are bad input.")] = None,
+    known_answers: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Prompts for which the engine's own log-probabilities are kept, for `verify --known-answer`; of each "
+            "server.",
+        ),
+    ] = KNOWN_ANSWERS,
     tokenizer: Annotated[str | None, typer.Option(help="A tokenizer other than the model's.")] = None,
     chat_template: Annotated[Path | None, typer.Option(help="A file with another chat template.")] = None,
     chat_template_kwargs: Annotated[
@@ -76,6 +84,7 @@ def run(
         on_bad_input=on_bad_input,
         limit=limit,
         max_length=max_length,
+        known_answers=known_answers,
         delivery=DeliverySettings(attempts=attempts, ack_timeout_s=ack_timeout),
         pump=PumpSettings(max_prompts=max_in_flight),
     )

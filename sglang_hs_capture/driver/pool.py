@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_hs_capture.driver.client import RETRY_PAUSE_S, ServerClient
+from sglang_hs_capture.driver.client import RETRY_PAUSE_S, Prediction, ServerClient
 from sglang_hs_capture.store.hashing import prefix_hashes
 
 # Prefixes are looked up at multiples of so many tokens; a shorter one is cheaper to compute again than to look for.
@@ -71,7 +71,9 @@ class ServerPool:
         for server in self._servers:
             await server.client.close()
 
-    async def prefill(self, rid: str, input_ids: Sequence[int], *, bypass_cache: bool = False) -> None:
+    async def prefill(
+        self, rid: str, input_ids: Sequence[int], *, bypass_cache: bool = False, predict_from: int | None = None
+    ) -> Prediction | None:
         """Send one prompt to one server and wait for its reply: see ``ServerClient.prefill``.
 
         Raises:
@@ -82,7 +84,7 @@ class ServerPool:
         server.remember(hashes)
         server.tokens += len(input_ids)
         try:
-            await server.client.prefill(rid, input_ids, bypass_cache=bypass_cache)
+            return await server.client.prefill(rid, input_ids, bypass_cache=bypass_cache, predict_from=predict_from)
         except ConnectionError:
             self._lost(server)
             raise

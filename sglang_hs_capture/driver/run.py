@@ -9,6 +9,7 @@ from pathlib import Path
 from signal import Signals
 
 from sglang_hs_capture.data.records import InputProblem, Sample
+from sglang_hs_capture.driver.answers import AnswerBook
 from sglang_hs_capture.driver.delivery import Delivery, DeliverySettings
 from sglang_hs_capture.driver.ending import Ending
 from sglang_hs_capture.driver.feed import Feed, Judge
@@ -22,10 +23,11 @@ from sglang_hs_capture.errors import HsCaptureError
 from sglang_hs_capture.store.identity import DATASET_FILE, read_info
 from sglang_hs_capture.store.index import load_index
 from sglang_hs_capture.store.requests import RequestLedger
-from sglang_hs_capture.store.session import SessionRecord
+from sglang_hs_capture.store.session import SessionRecord, replica_of
 
 LOCK_TIMEOUT_S = 1.0
 SPARE_FILES = 256
+KNOWN_ANSWERS = 8
 Samples = Iterable[Sample | InputProblem]
 
 
@@ -38,6 +40,7 @@ class RunSettings:
         on_bad_input: stop at the first line or sample that cannot be captured, or leave such ones out.
         limit: look at no more than so many samples of the input.
         max_length: the longest prompt that the user wants, in tokens.
+        known_answers: keep the engine's own predictions for so many prompts of each server.
         delivery: how often and how long a sample is tried.
         pump: how much is in flight.
     """
@@ -46,6 +49,7 @@ class RunSettings:
     on_bad_input: OnBadInput = OnBadInput.STOP
     limit: int | None = None
     max_length: int | None = None
+    known_answers: int = KNOWN_ANSWERS
     delivery: DeliverySettings = field(default_factory=DeliverySettings)
     pump: PumpSettings = field(default_factory=PumpSettings)
 
@@ -105,7 +109,9 @@ class CaptureRun:
         limits = [record.max_prompt_tokens for record in sessions if record.max_prompt_tokens]
         if limits:
             intake.limit_prompts(min(limits))
-        delivery = Delivery(self._target.client, sessions[0].rid_prefix, self._settings.delivery)
+        replicas = {replica_of(record) for record in sessions}
+        answers = AnswerBook(self._settings.output, self._settings.known_answers * len(replicas))
+        delivery = Delivery(self._target.client, sessions[0].rid_prefix, self._settings.delivery, answers)
         watch = SessionWatch(self._settings.output, sessions)
         pump = Pump(
             intake=intake,
@@ -119,7 +125,11 @@ class CaptureRun:
             prefix_cache=any(record.prefix_cache for record in sessions),
         )
         started = time.monotonic()
-        await pump.run()
+        try:
+            await pump.run()
+        finally:
+            answers.close()
+        self._summary.known_answers = answers.kept
         self._summary.seconds = time.monotonic() - started
         self._summary.bytes = self._summary.tokens * read_info(self._settings.output).row_bytes
 

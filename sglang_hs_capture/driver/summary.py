@@ -22,6 +22,7 @@ class Summary:
         resent: times a sample was sent again.
         tokens: tokens of the captured samples.
         bytes: bytes of states written, including those of failed attempts.
+        known_answers: prompts for which the engine's own predictions were kept.
         seconds: from the first prompt sent to the last sample acknowledged.
         blocked_s: time the model waited because the ring was full.
         skipped: lines and samples left out, each with its reason.
@@ -38,6 +39,7 @@ class Summary:
     resent: int = 0
     tokens: int = 0
     bytes: int = 0
+    known_answers: int = 0
     seconds: float = 0.0
     blocked_s: float = 0.0
     skipped: list[InputProblem] = field(default_factory=list)
@@ -70,6 +72,8 @@ class Summary:
             lines.append(f"The model waited {self.blocked_s:.1f} s for the disk: the ring was full.")
         if self.resent:
             lines.append(f"Sent again {self.resent:,} times.")
+        if self.known_answers:
+            lines.append(f"Kept the engine's own log-probabilities of {_count(self.known_answers, 'prompt')}.")
         lines += _list("Skipped", self.skipped) + _list("Dropped", self.dropped)
         lines.append(f"Dataset: {self.output}")
         return lines

@@ -139,7 +139,8 @@ def put_sample(
 def write_norm(directory: Path, eps: float = 1e-6) -> None:
     weight = np.linspace(0.5, 1.5, HIDDEN).astype("<f4").tobytes()
     entry = {"dtype": "F32", "shape": [HIDDEN], "data_offsets": [0, len(weight)]}
-    text = json.dumps({"__metadata__": {"eps": json.dumps(eps)}, "weight": entry}).encode()
+    metadata = {"eps": json.dumps(eps), "xxh3": xxhash.xxh3_64_hexdigest(weight)}
+    text = json.dumps({"__metadata__": metadata, "weight": entry}).encode()
     (directory / FINAL_NORM_FILE).write_bytes(struct.pack("<Q", len(text)) + text + weight)
 
 

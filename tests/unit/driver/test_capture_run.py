@@ -198,7 +198,9 @@ def test_a_prompt_the_server_refuses_is_bad_input(tmp_path):
     def behave(number: int, rid: str) -> str:
         return "refuse" if bad in rid else "ok"
 
-    summary, server, _ = run(tmp_path, samples(["a", "b", "c"]), behave=behave, on_bad_input=OnBadInput.SKIP)
+    summary, server, _ = run(
+        tmp_path, samples(["a", "b", "c"]), behave=behave, on_bad_input=OnBadInput.SKIP, known_answers=0
+    )
     assert (summary.captured, summary.exit_code) == (2, 0)
     assert "HTTP 400: The input is not to my liking." in str(summary.skipped[0])
     assert sum(bad in rid for rid in server.requests) == 1, "it is not sent again"
