@@ -445,6 +445,6 @@ def _norm_problem(data: bytes, info: DatasetInfo) -> str:
     # Releases before the checksum wrote nothing in its place.
     if set(metadata) != {"eps"} and checksum != xxhash.xxh3_64_hexdigest(raw.data):
         return f"the weight has not the checksum {checksum} that it was written with"
-    if eps != info.final_norm_eps:
+    if eps != info.final_norm_eps or metadata["eps"] != json.dumps(eps):
         return f"the epsilon is {eps}, and that of {DATASET_FILE} is {info.final_norm_eps}"
     return ""
