@@ -22,6 +22,7 @@ class Summary:
         resent: times a sample was sent again.
         tokens: tokens of the captured samples.
         bytes: bytes of states written, including those of failed attempts.
+        zero_masks: of the captured samples, those whose loss mask has no one.
         known_answers: prompts for which the engine's own predictions were kept.
         seconds: from the first prompt sent to the last sample acknowledged.
         blocked_s: time the model waited because the ring was full.
@@ -39,6 +40,7 @@ class Summary:
     resent: int = 0
     tokens: int = 0
     bytes: int = 0
+    zero_masks: int = 0
     known_answers: int = 0
     seconds: float = 0.0
     blocked_s: float = 0.0
@@ -72,6 +74,11 @@ class Summary:
             lines.append(f"The model waited {self.blocked_s:.1f} s for the disk: the ring was full.")
         if self.resent:
             lines.append(f"Sent again {self.resent:,} times.")
+        if self.zero_masks:
+            lines.append(
+                f"warning: {_count(self.zero_masks, 'captured sample')} with a loss mask of zeros only: nothing is "
+                "learned from such a sample; see that the input has turns of the assistant."
+            )
         if self.known_answers:
             lines.append(f"Kept the engine's own log-probabilities of {_count(self.known_answers, 'prompt')}.")
         lines += _list("Skipped", self.skipped) + _list("Dropped", self.dropped)
