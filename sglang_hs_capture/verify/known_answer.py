@@ -161,11 +161,10 @@ def check_answers(
     rows = _gather(dataset, known)
     if not len(rows.tokens):
         raise InputError("known answers: there is none to any sample of the dataset")
-    largest = int(torch.maximum(rows.tokens, rows.top).max())
-    if largest >= head.rows:
-        raise ConfigError(
-            f"known answers: there is a token {largest}, and the model has {head.rows}; name its own model"
-        )
+    tokens = torch.cat([rows.tokens, rows.top])
+    for token in (int(tokens.min()), int(tokens.max())):
+        if not 0 <= token < head.rows:
+            raise ConfigError(f"known answers: there is a token {token}, and the model has {head.rows}; see --model")
     usable = rows.logprobs.isfinite()
     agreements = tuple(
         _agreement(name, states, rows, usable, head, computed_in) for name, states in rows.states.items()

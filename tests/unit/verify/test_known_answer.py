@@ -141,10 +141,11 @@ def test_without_answers_nothing_is_said(tmp_path: Path, model: Path) -> None:
         check(tmp_path, model, answers=[])
 
 
-def test_a_token_that_the_model_does_not_have(tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize("token", [VOCAB, -1])
+def test_a_token_that_the_model_does_not_have(tmp_path: Path, model: Path, token: int) -> None:
     good = answer_of("s0")
-    other = KnownAnswer(good.id, good.length, good.end_hash, 0, good.logprobs, (VOCAB, *good.top[1:]))
-    with pytest.raises(ConfigError, match=f"token {VOCAB}, and the model has {VOCAB}"):
+    other = KnownAnswer(good.id, good.length, good.end_hash, 0, good.logprobs, (token, *good.top[1:]))
+    with pytest.raises(ConfigError, match=f"token {token}, and the model has {VOCAB}"):
         check(tmp_path, model, answers=[other])
 
 
