@@ -8,6 +8,7 @@ the dataset, and looked for by the check of structure and statistics, by the kno
     python -m benchmarks.planted_faults demo-output/dataset demo-output/model --flips 1000 --results benchmarks/results
 
 The dataset is one writer's, in finished shards of float32; the model is small enough for ``transformers`` on the CPU.
+Of a large dataset ``--samples`` takes some samples, as they were captured, into a dataset of their own.
 """
 
 import argparse
@@ -35,10 +36,13 @@ from sglang_hs_capture.store.hashing import prefix_hashes
 from sglang_hs_capture.store.identity import DATASET_FILE, FINAL_NORM_FILE
 from sglang_hs_capture.store.index import SampleEntry, load_index
 from sglang_hs_capture.store.journal import decode_line, encode_line
-from sglang_hs_capture.store.known_answers import KNOWN_ANSWERS_FILE, load_known_answers
+from sglang_hs_capture.store.known_answers import KNOWN_ANSWERS_FILE, AnswerFile, load_known_answers
 from sglang_hs_capture.store.replay import journal_path
-from sglang_hs_capture.store.requests import LEDGER_FILE
+from sglang_hs_capture.store.requests import LEDGER_FILE, RequestLedger, RequestRecord
+from sglang_hs_capture.store.schema import make_rid, rle_encode, sample_key
+from sglang_hs_capture.store.session import read_sessions, write_session
 from sglang_hs_capture.store.shard import ShardLayout, ShardPaths
+from sglang_hs_capture.store.writer import StoreWriter
 from sglang_hs_capture.verify.check import CheckSettings, CheckView, check_dataset
 from sglang_hs_capture.verify.parity import ReferenceModel
 from sglang_hs_capture.verify.recapture import bound_of, compare
@@ -82,6 +86,35 @@ def regions(directory: Path) -> dict[str, list[Region]]:
     for kind, pattern in whole.items():
         found[kind] += [(path, 0, path.stat().st_size) for path in sorted(directory.glob(pattern))]
     return {kind: places for kind, places in found.items() if places}
+
+
+def take_samples(dataset: Path, count: int, into: Path) -> None:
+    """Store the shortest ``count`` samples of a dataset once more, those with known answers first, in a few shards."""
+    source = HiddenStateDataset(dataset)
+    answers = {answer.id: answer for answer in load_known_answers(dataset)}
+    order = sorted(range(len(source)), key=lambda n: (source.samples[n].id not in answers, source.samples[n].length))
+    rows = sum(source.samples[number].length for number in order[:count])
+    (record, *_) = read_sessions(dataset)
+    settings: dict[str, Any] = {"session_id": record.session_id, "shard_bytes": rows * source.info.row_bytes // 3}
+    store = StoreWriter.open(into, record.writer, source.info, min_free_bytes=0, **settings)
+    file = AnswerFile(into)
+    with RequestLedger.open(into) as ledger:
+        for number in order[:count]:
+            entry, sample = source.samples[number], source[number]
+            ids, mask = sample["input_ids"].numpy(), tuple(rle_encode(sample["loss_mask"]))
+            key = sample_key(entry.id)
+            ledger.append(RequestRecord(entry.id, key, entry.length, entry.end_hash, mask, entry.source or ""))
+            states = torch.stack(sample["hidden_states"], dim=1).contiguous().view(torch.uint8).numpy()
+            hashes = prefix_hashes(ids, 0, 0)
+            extents = store.append(states.reshape(len(ids), -1), ids, np.arange(len(ids)), hashes)
+            store.add_sample(make_rid(record.rid_prefix, key, 0, entry.end_hash), len(ids), extents, entry.end_hash)
+            store.commit()
+            if entry.id in answers:
+                file.append(answers[entry.id])
+    file.close()
+    store.close()
+    shutil.copy(dataset / FINAL_NORM_FILE, into)
+    write_session(into, record)
 
 
 @dataclass
@@ -482,29 +515,44 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dataset", type=Path)
     parser.add_argument("model", type=Path)
+    parser.add_argument("--samples", type=int, help="take so many samples of the dataset")
     parser.add_argument("--flips", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
     return parser.parse_args()
 
 
-def main() -> None:
-    arguments = parse_arguments()
+def measure(dataset: Path, arguments: argparse.Namespace) -> None:
+    """Plant everything, write the outcome, and print the tables."""
     reference = Reference(arguments.model)
-    unplanted = plant(arguments.dataset, arguments.model, reference, None)
+    unplanted = plant(dataset, arguments.model, reference, None)
     if unplanted.found:
         raise SystemExit(f"the dataset is not sound before anything is planted: {unplanted}")
-    outcomes = {name: plant(arguments.dataset, arguments.model, reference, fault) for name, fault in FAULTS.items()}
-    flips = flip_bits(arguments.dataset, arguments.flips, arguments.seed)
+    outcomes = {name: plant(dataset, arguments.model, reference, fault) for name, fault in FAULTS.items()}
+    flips = flip_bits(dataset, arguments.flips, arguments.seed)
+    samples = load_index(dataset).samples
     write_json(
         arguments.results,
         "planted_faults",
         "planted_faults",
-        arguments,
+        argparse.Namespace(flips=arguments.flips, seed=arguments.seed),
+        samples=len(samples),
+        tokens=sum(sample.length for sample in samples),
         flips={kind: vars(outcome) for kind, outcome in flips.items()},
         faults={name: {**vars(outcome), "found": outcome.found} for name, outcome in outcomes.items()},
     )
     print("\n".join([*flips_table(flips), "", *faults_table(outcomes)]))
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+        dataset = Path(folder) / "dataset"
+        if arguments.samples:
+            take_samples(arguments.dataset, arguments.samples, dataset)
+        else:
+            shutil.copytree(arguments.dataset, dataset)
+        measure(dataset, arguments)
 
 
 if __name__ == "__main__":

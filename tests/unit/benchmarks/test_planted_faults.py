@@ -11,7 +11,17 @@ import torch
 from made_answers import answer_of, write_model
 
 from benchmarks import planted_faults
-from benchmarks.planted_faults import FAULTS, Outcome, Reference, faults_table, flip_bits, flips_table, plant
+from benchmarks.planted_faults import (
+    FAULTS,
+    Outcome,
+    Reference,
+    faults_table,
+    flip_bits,
+    flips_table,
+    plant,
+    take_samples,
+)
+from sglang_hs_capture import HiddenStateDataset
 from sglang_hs_capture.cli import known_answers
 from sglang_hs_capture.layers import Final
 from sglang_hs_capture.store.session import SessionRecord, write_session
@@ -82,6 +92,17 @@ def test_a_planted_fault_is_found(template: Path, model: Path, name: str) -> Non
 
 def test_without_a_fault_nothing_is_found(template: Path, model: Path) -> None:
     assert plant(template, model, MadeReference(), None) == Outcome([], [], [])
+
+
+def test_some_samples_are_taken_as_they_were_captured(template: Path, model: Path, tmp_path: Path) -> None:
+    take_samples(template, 3, tmp_path / "few")
+    few, all_of_them = HiddenStateDataset(tmp_path / "few"), HiddenStateDataset(template)
+    assert [sample.id for sample in few.samples] == ["s0", "s5", "s1"], "the shortest that have answers"
+    for number, sample in enumerate(few.samples):
+        same = all_of_them[[entry.id for entry in all_of_them.samples].index(sample.id)]
+        assert torch.equal(torch.stack(few[number]["hidden_states"]), torch.stack(same["hidden_states"]))
+        assert torch.equal(few[number]["loss_mask"], same["loss_mask"])
+    assert plant(tmp_path / "few", model, MadeReference(), None) == Outcome([], [], [])
 
 
 def test_every_flipped_bit_is_found(template: Path, tmp_path: Path) -> None:
