@@ -16,7 +16,7 @@ import random
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -48,7 +48,6 @@ from sglang_hs_capture.verify.parity import ReferenceModel
 from sglang_hs_capture.verify.recapture import bound_of, compare
 
 Region = tuple[Path, int, int]
-Edit = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def regions(directory: Path) -> dict[str, list[Region]]:
@@ -202,14 +201,17 @@ class Copy:
         dataset = HiddenStateDataset(self.directory, check=False)
         return [int(token) for token in dataset[self.samples.index(sample)]["input_ids"]]
 
-    def edit(self, change: Edit) -> None:
-        """Pass each record of the journal through ``change``, and seal them anew."""
-        lines = [change(decode_line(line)) for line in self._journal.read_bytes().splitlines(keepends=True)]
-        self._journal.write_bytes(b"".join(map(encode_line, lines)))
+    def _records(self) -> list[dict[str, Any]]:
+        return [decode_line(line) for line in self._journal.read_bytes().splitlines(keepends=True)]
 
     def edit_sample(self, sample: SampleEntry, **fields: Any) -> None:
-        """Change a sample's record."""
-        self.edit(lambda record: {**record, **fields} if record.get("rid") == sample.rid else record)
+        """Change a sample's record, and put it behind those of all rows, as that of a sample captured last."""
+        mine = [record for record in self._records() if record.get("rid") == sample.rid]
+        others = [record for record in self._records() if record.get("rid") != sample.rid]
+        self._write([*others, *({**record, **fields} for record in mine)])
+
+    def _write(self, records: Iterable[dict[str, Any]]) -> None:
+        self._journal.write_bytes(b"".join(map(encode_line, records)))
 
     def reseal(self) -> None:
         """Bring the checksums of the states up to date."""
@@ -222,7 +224,7 @@ class Copy:
 
         for states in self._maps.values():
             states.flush()  # type: ignore[attr-defined]  # they are memory maps
-        self.edit(change)
+        self._write(map(change, self._records()))
 
 
 class Reference:

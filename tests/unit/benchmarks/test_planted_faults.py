@@ -41,8 +41,8 @@ EXPECTED = {
     "a chunk's states twice, tokens right": (set(), {"final:pre_norm"}, set(made.COLUMNS)),
     "a zeroed row": ({"zero-row"}, None, None),
     "states of another prompt of the same length, tokens right": (set(), {"final:pre_norm"}, set(made.COLUMNS)),
-    "rows of another prompt of the same length": ({"tokens", "journal-record"}, None, None),
-    "a stale prefix": ({"tokens", "journal-record"}, None, None),
+    "rows of another prompt of the same length": ({"tokens"}, None, None),
+    "a stale prefix": ({"tokens"}, None, None),
     "a stale prefix's states, tokens right": (set(), {"final:pre_norm"}, set(made.COLUMNS)),
 }
 
@@ -105,15 +105,16 @@ def test_some_samples_are_taken_as_they_were_captured(template: Path, model: Pat
     assert plant(tmp_path / "few", model, MadeReference(), None) == Outcome([], [], [])
 
 
-def test_every_flipped_bit_is_found(template: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [270, pytest.param(1000, marks=pytest.mark.slow)])
+def test_every_flipped_bit_is_found(template: Path, tmp_path: Path, count: int) -> None:
     dataset = Path(shutil.copytree(template, tmp_path / "dataset"))
     before = {path: path.read_bytes() for path in dataset.rglob("*") if path.is_file()}
-    flips = flip_bits(dataset, 1000)
+    flips = flip_bits(dataset, count)
     assert set(flips) == {
         *("shards: headers", "shards: states", "shards: tokens, positions, hashes", "journal", "ledger"),
         *("known answers", "dataset.json", "session records", "final norm"),
     }
-    assert sum(outcome.tried for outcome in flips.values()) == 1000
+    assert sum(outcome.tried for outcome in flips.values()) == count
     assert [missed for outcome in flips.values() for missed in outcome.missed] == []
     assert all(outcome.found == outcome.tried for outcome in flips.values())
     assert all(path.read_bytes() == content for path, content in before.items())

@@ -94,6 +94,14 @@ def test_everything_is_captured_once_and_accounted_for(tmp_path):
     assert summary.blocked_s == 0.0, "what the session did before this run is not this run's"
 
 
+def test_samples_that_nothing_is_learned_from_are_counted(tmp_path):
+    asked = samples(["a", "b", "c"])
+    asked[1].loss_mask[:] = 0
+    summary, _, _ = run(tmp_path, asked)
+    assert (summary.captured, summary.zero_masks) == (3, 1)
+    assert any(line.startswith("warning: 1 captured sample with a loss mask of zeros") for line in summary.lines())
+
+
 def test_the_progress_shows_what_the_writers_count(tmp_path):
     async def count(server):
         while not server.requests:
