@@ -21,7 +21,7 @@ from sglang_hs_capture.verify.lm_head import LmHead
 UNITS = {"float32": 2.0**-22, "float16": 2.0**-11, "bfloat16": 2.0**-8, "float8_e4m3": 2.0**-5}
 # What float32 sums in another order may always differ by.
 ABSOLUTE = 1e-4
-# In units of what is allowed for a position: the median of all, and what 1 of 100 may exceed.
+# In units of what is allowed for a position: the median of all; what 1 of 100 may exceed, and the median of a sample.
 MOST_TYPICAL, MOST_RARE = 1.0, 3.0
 LEAST_AGREEMENT = 0.98
 # A target that leaves more than an eighth of the vocabulary open has learned nothing of such text.
@@ -69,6 +69,11 @@ class Agreement:
                 f"{self.typical:.3g} times what is allowed, and 1 of 100 by more than {self.rare:.3g} times it; the "
                 f"likeliest token agrees at {self.top:.1%} of the positions"
             )
+        if not self.worst_share <= MOST_RARE:
+            return (
+                f"half of this sample's log-probabilities differ from the engine's by {self.worst_share:.3g} times "
+                "what is allowed, or more"
+            )
         if not self.top >= LEAST_AGREEMENT:
             return f"the likeliest token agrees with the engine's at {self.top:.1%} of the positions only"
         return ""
@@ -94,8 +99,7 @@ class AnswerReport:
 
     def to_json(self) -> dict[str, Any]:
         """For ``--json``."""
-        plain = {name: None if value != value else value for name, value in vars(self).items()}  # noqa: PLR0124
-        return {**plain, "columns": [vars(column) for column in self.columns]}
+        return {**_finite(vars(self)), "columns": [_finite(vars(column)) for column in self.columns]}
 
     def lines(self) -> list[str]:
         """The same for a person."""
@@ -125,6 +129,11 @@ class AnswerReport:
                 "choose from: the target has random weights, or it computes garbage"
             )
         return ""
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no number that is not finite."""
+    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in values.items()}
 
 
 @dataclass

@@ -90,6 +90,7 @@ def test_states_that_are_no_numbers_lead_to_nothing(tmp_path: Path, model: Path)
     report = check(tmp_path, model, change=not_a_number)
     assert len(report.problems()) == 1
     assert report.columns[0].top == 0
+    assert "Infinity" not in json.dumps(report.to_json())
 
 
 def test_one_wrong_sample_of_four_is_named(tmp_path: Path, model: Path) -> None:
@@ -99,6 +100,19 @@ def test_one_wrong_sample_of_four_is_named(tmp_path: Path, model: Path) -> None:
 
     ((_, sample, _),) = check(tmp_path, model, change=change).problems()
     assert sample == "s0"
+
+
+def test_one_wrong_sample_among_many_is_found(tmp_path: Path, model: Path) -> None:
+    """So few of all positions that neither their median nor their 99th percentile tells."""
+
+    def change(id: str, states: NDArray[np.float32]) -> None:
+        if id == "s0":
+            other_row(id, states)
+
+    report = check(tmp_path, model, change=change, answers=[*[answer_of("s3")] * 40, answer_of("s0")])
+    assert report.columns[0].rare < 1
+    ((_, sample, text),) = report.problems()
+    assert (sample, "half of this sample's" in text) == ("s0", True)
 
 
 def test_another_norm_is_found(tmp_path: Path, model: Path) -> None:
