@@ -9,14 +9,17 @@ from typing import Annotated
 import typer
 
 from sglang_hs_capture.cli import inspect, options
+from sglang_hs_capture.cli.known_answers import check_known_answers
 from sglang_hs_capture.cli.run import report
 from sglang_hs_capture.driver.device import Device, use_cpu
 from sglang_hs_capture.driver.progress import make_view
-from sglang_hs_capture.driver.run import RunSettings
+from sglang_hs_capture.driver.run import KNOWN_ANSWERS, RunSettings
 from sglang_hs_capture.driver.source import Source, count_samples
 from sglang_hs_capture.driver.start import run_on_own_server
 from sglang_hs_capture.errors import CorruptionError
 from sglang_hs_capture.store.index import load_index
+from sglang_hs_capture.store.known_answers import load_known_answers
+from sglang_hs_capture.store.schema import DatasetInfo
 
 DEFAULT_OUTPUT = Path("demo-output")
 CHUNK = 64
@@ -118,6 +121,23 @@ def verify(dataset: Path, model: Path) -> None:
             "it, with what hs-capture doctor prints"
         )
     typer.echo(f"All captured states agree with transformers to {allowed}.")
+    if load_known_answers(dataset):
+        _check_answers(dataset, model, captured.info)
+
+
+def _check_answers(dataset: Path, model: Path, info: DatasetInfo) -> None:
+    """Compare the final states with what the engine itself predicted, too.
+
+    Raises:
+        CorruptionError: they do not lead to it.
+    """
+    answers = check_known_answers(dataset, str(model), info, KNOWN_ANSWERS, None)
+    for column, sample, text in answers.problems():
+        raise CorruptionError(f"{column} of sample {sample!r}: {text}; please report it")
+    worst = max(column.absolute for column in answers.columns)
+    typer.echo(
+        f"The engine's own {answers.positions} log-probabilities follow from the final states, to {worst:.1e} (median)."
+    )
 
 
 def next_steps(dataset: Path) -> list[str]:

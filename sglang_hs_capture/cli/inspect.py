@@ -7,21 +7,33 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
+from sglang_hs_capture.cli import live
 from sglang_hs_capture.driver.summary import GB
+from sglang_hs_capture.errors import ConfigError
 from sglang_hs_capture.layers import draft_ids, output_of_layer_ids
 from sglang_hs_capture.store.index import DatasetIndex, load_index
-from sglang_hs_capture.store.schema import FLOAT8, DatasetInfo
+from sglang_hs_capture.store.schema import FLOAT8, DatasetInfo, all_zero
 from sglang_hs_capture.store.session import is_running
+from sglang_hs_capture.verify.findings import printable
 
 SHOWN_REASONS = 5
+SHOWN_IDS, KEPT_IDS = 5, 100
 
 
 def inspect(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The dataset.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show how a capture into it goes on, until Ctrl-C.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="With --watch: seconds between two looks.")] = 2.0,
 ) -> None:
     """Show what a dataset holds, and which layer ids a draft model's config needs."""
+    if watch:
+        if as_json:
+            raise ConfigError("--watch and --json: give one of them")
+        live.watch(directory, Console(), interval)
+        return
     account = describe(directory, load_index(directory))
     if as_json:
         typer.echo(json.dumps(account, indent=2))
@@ -38,6 +50,7 @@ def describe(directory: Path, index: DatasetIndex) -> dict[str, Any]:
     size = sum(entry.state.rows * len(entry.state.record.columns) for entry in index.shards) * info.column_bytes
     used = _used_rows(index)
     tokens = sum(sample.length for sample in index.samples)
+    masked = [sample.id for sample in index.samples if all_zero(sample.loss_mask_rle)]
     finished = sum(entry.state.finished for entry in index.shards)
     return {
         "path": str(directory),
@@ -67,12 +80,15 @@ def describe(directory: Path, index: DatasetIndex) -> dict[str, Any]:
         "requests": {
             "asked": len(index.requested),
             "pending": len(index.pending),
+            "pending_ids": list(index.pending[:KEPT_IDS]),
             "dropped": len(index.dropped),
             "failed": len(index.failed),
             "mismatched": len(index.mismatched),
             "unclaimed": len(index.unclaimed),
         },
         "reasons": _reasons(index),
+        # Such a sample is stored and read, and nothing is learned from it.
+        "zero_loss_masks": {"count": len(masked), "ids": masked[:KEPT_IDS]},
         "draft_ids": {**draft_ids(info.boundaries), "final": _final_ids(info)},
         "sessions": [
             {
@@ -142,6 +158,15 @@ def lines(account: dict[str, Any]) -> list[str]:
         f"Requests     {requests['asked']:,} asked for, {requests['pending']:,} still missing, "
         f"{requests['dropped']:,} dropped, {requests['failed']:,} failed, {requests['mismatched']:,} of other tokens",
     ]
+    if requests["pending"]:
+        shown.append(
+            f"  still missing: {_ids(requests['pending_ids'], requests['pending'])}; run again to capture them"
+        )
+    if zero := account["zero_loss_masks"]["count"]:
+        shown.append(
+            f"  {zero:,} captured samples have a loss mask of zeros only, so that nothing is learned from them: "
+            f"{_ids(account['zero_loss_masks']['ids'], zero)}"
+        )
     if requests["unclaimed"]:
         shown.append(
             f"  {requests['unclaimed']:,} captured samples are not in requests.jsonl, so that their ids and loss masks "
@@ -149,9 +174,7 @@ def lines(account: dict[str, Any]) -> list[str]:
         )
     shown += [f"  {count:,} x {reason}" for reason, count in list(account["reasons"].items())[:SHOWN_REASONS]]
     for session in account["sessions"]:
-        reason = f": {session['error']}" if session["error"] else ""
-        if session["state"] in {"starting", "ready"} and session["running"] is False:
-            reason = ", but its process has ended"
+        reason = live.reason(session["state"], session["error"], session["running"])
         counters = session["counters"]
         shown.append(
             f"Session      {session['writer']} {session['state']}{reason} ({counters['rows']:,} rows, "
@@ -161,6 +184,12 @@ def lines(account: dict[str, Any]) -> list[str]:
             f"{session['updated_at']})"
         )
     return shown + _draft_lines(account["draft_ids"])
+
+
+def _ids(ids: list[str], count: int) -> str:
+    """The first few of ``count`` ids."""
+    named = ", ".join(printable(repr(id)) for id in ids[:SHOWN_IDS])
+    return f"{named} and {count - SHOWN_IDS:,} more" if count > SHOWN_IDS else named
 
 
 def _draft_lines(ids: dict[str, Any]) -> list[str]:

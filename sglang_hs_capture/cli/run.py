@@ -15,7 +15,7 @@ from sglang_hs_capture.driver.intake import OnBadInput
 from sglang_hs_capture.driver.progress import make_view
 from sglang_hs_capture.driver.pump import PumpSettings
 from sglang_hs_capture.driver.regenerate import AnswerSettings
-from sglang_hs_capture.driver.run import RunSettings
+from sglang_hs_capture.driver.run import KNOWN_ANSWERS, RunSettings
 from sglang_hs_capture.driver.source import Source, count_samples, default_workers, parse_template_kwargs
 from sglang_hs_capture.driver.start import Wanted, run_on_own_server, run_on_running_servers, served_model
 from sglang_hs_capture.driver.summary import Summary
@@ -49,6 +49,14 @@ def run(
         ),
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="The key that the server of --server wants.")] = None,
+    known_answers: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Prompts for which the engine's own log-probabilities are kept, for `verify --known-answer`; of each "
+            "server.",
+        ),
+    ] = KNOWN_ANSWERS,
     split_turns: options.SplitTurnsOption = SplitTurns.AUTO,
     loss_on: options.LossOnOption = LossOn.ALL,
     keep_untrained: options.KeepUntrainedOption = False,
@@ -89,6 +97,7 @@ def run(
         output=output.expanduser().resolve(),
         on_bad_input=on_bad_input,
         limit=limit,
+        known_answers=known_answers,
         delivery=DeliverySettings(attempts=attempts, ack_timeout_s=ack_timeout),
         pump=PumpSettings(max_prompts=max_in_flight),
     )

@@ -16,7 +16,7 @@ from sglang_hs_capture.driver.progress import make_view
 from sglang_hs_capture.driver.run import RunSettings
 from sglang_hs_capture.driver.source import Source
 from sglang_hs_capture.driver.start import run_on_own_server
-from sglang_hs_capture.errors import InputError
+from sglang_hs_capture.errors import DatasetMismatchError, InputError
 from sglang_hs_capture.layers import Final
 from sglang_hs_capture.model_config import ModelConfig
 from sglang_hs_capture.store.schema import DatasetInfo
@@ -25,6 +25,19 @@ if TYPE_CHECKING:
     from sglang_hs_capture.verify.recapture import Comparison
 
 MIN_FREE_GB = 0.25
+
+
+def require_same_model(directory: Path, info: DatasetInfo, model: ModelConfig, option: str) -> None:
+    """See that a dataset was captured from this model, which ``option`` names.
+
+    Raises:
+        DatasetMismatchError: its config is another one.
+    """
+    if info.config_hash != model.config_hash:
+        raise DatasetMismatchError(
+            f"{directory}: the dataset was captured from a model with the config {info.config_hash}, and that of "
+            f"{option} is {model.config_hash}; name the model it was captured from, {info.model_path}"
+        )
 
 
 @dataclass(frozen=True)
@@ -86,7 +99,7 @@ class SecondCapture:
                 self.model,
                 Source([rows], tokenizer=self.model),
                 capture.config(output, cpu=self.cpu),
-                RunSettings(output=output.resolve()),
+                RunSettings(output=output.resolve(), known_answers=0),
                 view,
                 sglang_args=self.sglang_args,
                 cpu=self.cpu,

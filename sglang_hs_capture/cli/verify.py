@@ -1,6 +1,7 @@
 """``hs-capture verify``: whether a dataset is what was captured, byte for byte, and what its states look like."""
 
 import json
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,17 +10,19 @@ import typer
 
 from sglang_hs_capture.cli import options
 from sglang_hs_capture.cli.check_view import make_check_view
-from sglang_hs_capture.cli.second_capture import SecondCapture
+from sglang_hs_capture.cli.known_answers import check_known_answers
+from sglang_hs_capture.cli.second_capture import SecondCapture, require_same_model
 from sglang_hs_capture.driver.check import find_model
 from sglang_hs_capture.driver.device import Device, use_cpu
 from sglang_hs_capture.driver.summary import GB
-from sglang_hs_capture.errors import ConfigError, CorruptionError, DatasetMismatchError
-from sglang_hs_capture.store.schema import DatasetInfo
+from sglang_hs_capture.errors import ConfigError, CorruptionError
+from sglang_hs_capture.store.known_answers import KNOWN_ANSWERS_FILE
 from sglang_hs_capture.verify.check import CheckResult, CheckSettings, check_dataset
 from sglang_hs_capture.verify.findings import KINDS, Finding, Findings, Severity
 from sglang_hs_capture.verify.report import write_report
 
 if TYPE_CHECKING:
+    from sglang_hs_capture.verify.known_answer import AnswerReport
     from sglang_hs_capture.verify.recapture import Comparison
 
 SHOWN_PER_KIND = 3
@@ -55,6 +58,16 @@ def verify(
         Reference | None,
         typer.Option(help="Compute some prompts with this library, in float32 on the CPU, and compare every state."),
     ] = None,
+    known_answer: Annotated[
+        bool,
+        typer.Option(
+            "--known-answer", help="Compute the engine's own log-probabilities anew from the final states, and compare."
+        ),
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Where --known-answer reads lm_head: a directory or a hub id.", show_default="the dataset's"),
+    ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts to compare.")] = DEFAULT_PROMPTS,
     computed_in: Annotated[
         options.Dtype | None,
@@ -73,7 +86,7 @@ def verify(
     """
     sglang_args: list[str] = ctx.obj or []
     directory = directory.expanduser()
-    _refuse_useless(ctx, sample, fraction, against_model, reference, sglang_args)
+    _refuse_useless(ctx, sample, fraction, against_model, reference, known_answer, sglang_args)
     if report is not None and not report.absolute().parent.is_dir():
         raise ConfigError(f"--report: {report.absolute().parent} is not a directory")
     config = find_model(against_model) if against_model else None
@@ -82,7 +95,7 @@ def verify(
     comparisons: dict[str, Comparison] = {}
     if against_model and result.sound:
         if config is not None:
-            _require_same_model(directory, result.info, config.config_hash)
+            require_same_model(directory, result.info, config, "--against-model")
         cpu = use_cpu(device)
         again = SecondCapture(against_model, config, sglang_args, cpu, start_timeout, computed_in)
         comparisons["recapture"] = again.compare(directory, prompts, seed)
@@ -90,17 +103,23 @@ def verify(
         comparisons["reference"] = _compare_with_transformers(
             directory, against_model or result.info.model_path, prompts, computed_in or options.Dtype(result.info.dtype)
         )
+    answers: AnswerReport | None = None
+    if known_answer and result.sound:
+        answers = check_known_answers(directory, model, result.info, prompts, computed_in)
+        _judge_answers(answers, result.findings)
     for kind, comparison in comparisons.items():
         _judge(kind, comparison, result.findings)
+    compared = [*_comparison_lines(comparisons), *([*answers.lines(), ""] if answers else [])]
     if report is not None:
-        write_report(report, result, _comparison_lines(comparisons))
+        write_report(report, result, compared)
     if as_json:
         more = {kind: comparison.to_json() for kind, comparison in comparisons.items()}
+        more |= {"known_answer": answers.to_json()} if answers else {}
         typer.echo(json.dumps({**result.to_json(), **more}, indent=2))
     else:
-        for line in lines(result, comparisons):
+        for line in lines(result, compared):
             typer.echo(line)
-        if (against_model or reference) and not comparisons:
+        if (against_model or reference or known_answer) and not compared:
             typer.echo("The states were not compared with the model's, since the dataset is not sound.")
     findings = result.findings
     if findings.errors or (strict and findings.warnings):
@@ -113,6 +132,7 @@ def _refuse_useless(
     fraction: float | None,
     against_model: str | None,
     reference: Reference | None,
+    known_answer: bool,
     sglang_args: list[str],
 ) -> None:
     """Refuse options that would have no effect, rather than pass over them."""
@@ -120,19 +140,17 @@ def _refuse_useless(
         raise ConfigError("--sample and --fraction: give one of them")
     if sglang_args and against_model is None:
         raise ConfigError("flags after '--' are for the SGLang that --against-model starts; without it there is none")
+    if _given(ctx, "model") and not known_answer:
+        raise ConfigError("--model is for --known-answer; without it, leave it out")
     for name in AGAINST_ONLY if against_model is None else ():
-        source = ctx.get_parameter_source(name)
-        helps_reference = reference is not None and name in {"prompts", "computed_in"}
-        if source is not None and source.name == "COMMANDLINE" and not helps_reference:
+        helps_others = (reference is not None or known_answer) and name in {"prompts", "computed_in"}
+        if _given(ctx, name) and not helps_others:
             raise ConfigError(f"--{name.replace('_', '-')} is for --against-model; without it, leave it out")
 
 
-def _require_same_model(directory: Path, info: DatasetInfo, config_hash: str) -> None:
-    if info.config_hash != config_hash:
-        raise DatasetMismatchError(
-            f"{directory}: the dataset was captured from a model with the config {info.config_hash}, and that of "
-            f"--against-model is {config_hash}; name the model it was captured from, {info.model_path}"
-        )
+def _given(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _compare_with_transformers(directory: Path, model: str, prompts: int, dtype: options.Dtype) -> "Comparison":
@@ -151,6 +169,13 @@ def _judge(kind: str, comparison: "Comparison", findings: Findings) -> None:
         findings.add(Finding(kind, text, "", sample, position, column))
 
 
+def _judge_answers(answers: "AnswerReport", findings: Findings) -> None:
+    for column, sample, text in answers.problems():
+        findings.add(Finding("known-answer", text, KNOWN_ANSWERS_FILE, sample, None, column))
+    if text := answers.poor_target():
+        findings.add(Finding("poor-target", text, KNOWN_ANSWERS_FILE))
+
+
 def _comparison_lines(comparisons: "dict[str, Comparison]") -> list[str]:
     return [line for kind, comparison in comparisons.items() for line in (*comparison.lines(TITLES[kind]), "")]
 
@@ -166,8 +191,8 @@ def _advice(findings: Findings) -> str:
     return "each finding above says what to do"
 
 
-def lines(result: CheckResult, comparisons: "dict[str, Comparison] | None" = None) -> list[str]:
-    """The result for a person, on one page."""
+def lines(result: CheckResult, compared: Sequence[str] = ()) -> list[str]:
+    """The result for a person, on one page; ``compared`` are lines about comparisons with the model."""
     info, findings = result.info, result.findings
     share = result.bytes_checked / result.bytes if result.bytes else 1.0
     journal_lines = sum(counts.lines for counts in result.journals.values())
@@ -188,7 +213,7 @@ def lines(result: CheckResult, comparisons: "dict[str, Comparison] | None" = Non
         figures = " ".join(f"{value:>11.4g}" for value in values) if result.statistics.rows[number] else ""
         shown.append(f"{name:<16} {figures}".rstrip())
     shown.append("")
-    shown += _comparison_lines(comparisons or {})
+    shown += compared
     listed = findings.listed()
     for kind, properties in KINDS.items():
         count = findings.counts[kind]

@@ -5,11 +5,12 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
 from sglang_hs_capture.errors import EngineError
+from sglang_hs_capture.store.known_answers import finite_or_none
 
 CONNECT_TIMEOUT_S = 30.0
 HEALTH_TIMEOUT_S = 30.0
@@ -26,6 +27,18 @@ class RefusedError(Exception):
 
 class RetryableError(Exception):
     """The server failed on this prompt and may succeed next time; the text is the server's own."""
+
+
+class Prediction(NamedTuple):
+    """What the engine predicted at some positions of a prompt.
+
+    Attributes:
+        logprobs: of the token that follows in the prompt; None where it was not finite.
+        top: the likeliest token.
+    """
+
+    logprobs: tuple[float | None, ...]
+    top: tuple[int, ...]
 
 
 class Window:
@@ -84,16 +97,22 @@ class ServerClient:
         """Close all connections."""
         await self._session.close()
 
-    async def prefill(self, rid: str, input_ids: Sequence[int], *, bypass_cache: bool = False) -> None:
+    async def prefill(
+        self, rid: str, input_ids: Sequence[int], *, bypass_cache: bool = False, predict_from: int | None = None
+    ) -> Prediction | None:
         """Send one prompt and wait for the server's reply; a server whose queue is full is asked again.
 
         Args:
             rid: the request's id.
             input_ids: the prompt's tokens.
             bypass_cache: compute the whole prompt, whatever the prefix cache holds.
+            predict_from: the position from which on predictions are wanted; SGLang computes the prompt anew from there.
+
+        Returns:
+            The predictions at positions ``predict_from`` to S - 2; None if none are wanted or the reply has none.
 
         Raises:
-            RefusedError: HTTP 4xx: the prompt itself is the reason.
+            RefusedError: HTTP 4xx: the prompt itself is the reason, or that predictions are wanted.
             RetryableError: HTTP 5xx, an aborted request, or a reply about another number of tokens.
             ConnectionError: the server cannot be reached, or the connection broke.
         """
@@ -101,10 +120,13 @@ class ServerClient:
         if bypass_cache:
             # A key that no other request has: SGLang keeps a prefix tree of its own for each.
             body["extra_key"] = rid
+        if predict_from is not None:
+            body |= {"return_logprob": True, "logprob_start_len": predict_from, "top_logprobs_num": 1}
         _, meta = await self._answered(body)
         seen = meta.get("prompt_tokens", len(input_ids))
         if seen != len(input_ids):
             raise RetryableError(f"the server computed {seen} of the prompt's {len(input_ids)} tokens")
+        return None if predict_from is None else _prediction(meta, len(input_ids) - 1 - predict_from)
 
     async def answer(self, rid: str, input_ids: Sequence[int], sampling: Mapping[str, Any]) -> tuple[list[int], str]:
         """Let the model answer one prompt.
@@ -220,6 +242,16 @@ class ServerClient:
             except (aiohttp.ClientError, TimeoutError, OSError):
                 return {}
         return {}
+
+
+def _prediction(meta: Mapping[str, Any], positions: int) -> Prediction | None:
+    """The predictions in a reply, of which the first entry stands for the token that nothing is predicted from."""
+    try:
+        logprobs = finite_or_none([entry[0] for entry in meta["input_token_logprobs"][1:]])
+        top = tuple(int(entry[0][1]) for entry in meta["input_top_logprobs"][1:])
+    except (KeyError, TypeError, IndexError, ValueError):
+        return None
+    return Prediction(logprobs, top) if len(logprobs) == len(top) == positions else None
 
 
 async def _json(response: aiohttp.ClientResponse) -> Any:

@@ -5,8 +5,9 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sglang_hs_capture.driver.client import RefusedError, RetryableError, ServerClient
+from sglang_hs_capture.driver.client import Prediction, RefusedError, RetryableError, ServerClient
 from sglang_hs_capture.driver.feed import Job
+from sglang_hs_capture.driver.known_answers import AnswerBook, Question
 from sglang_hs_capture.driver.pool import ServerPool
 from sglang_hs_capture.errors import EngineError
 from sglang_hs_capture.store.requests import RequestRecord
@@ -42,6 +43,7 @@ class _Pending:
     rid: str
     attempt: int
     verdict: asyncio.Future[str]
+    answer: Prediction | None = None
 
     def settle(self, verdict: str) -> bool:
         if self.verdict.done():
@@ -53,8 +55,18 @@ class _Pending:
 class Delivery:
     """Sends samples to servers, each as often as it needs, and matches the journals' records with them."""
 
-    def __init__(self, client: ServerClient | ServerPool, rid_prefix: str, settings: DeliverySettings) -> None:
+    def __init__(
+        self, client: ServerClient | ServerPool, rid_prefix: str, settings: DeliverySettings, answers: AnswerBook
+    ) -> None:
+        """
+        Args:
+            client: of the servers.
+            rid_prefix: what the ids of captured requests begin with.
+            settings: how long to try.
+            answers: asks the engine for predictions along with a sample's first attempt.
+        """
         self._client = client
+        self._answers = answers
         self._rid_prefix = rid_prefix
         self._settings = settings
         self._pending: dict[str, _Pending] = {}
@@ -95,16 +107,20 @@ class Delivery:
             RefusedError: the server does not take this prompt.
             DroppedError: all attempts failed.
             EngineError: the server cannot be reached any more.
+            DiskFullError, StoreError: the engine's answer could not be kept.
         """
         reason = ""
-        for attempt in range(self._settings.attempts):
-            if attempt:
-                self.resent += 1
-                await asyncio.sleep(RESEND_PAUSE_S)
-            with self._watching(job, attempt) as pending:
-                reason = await self._attempt(job, pending, computed)
-            if not reason:
-                return
+        with self._answers.asking(job.record) as question:
+            for attempt in range(self._settings.attempts):
+                if attempt:
+                    self.resent += 1
+                    await asyncio.sleep(RESEND_PAUSE_S)
+                with self._watching(job, attempt) as pending:
+                    reason = await self._attempt(job, pending, computed, None if attempt else question)
+                if not reason:
+                    if question is not None:
+                        question.answer = pending.answer
+                    return
         raise DroppedError(f"not captured in {self._settings.attempts} attempts; the last one: {reason}")
 
     @contextlib.contextmanager
@@ -117,11 +133,12 @@ class Delivery:
         finally:
             del self._pending[job.record.key]
 
-    async def _attempt(self, job: Job, pending: _Pending, computed: asyncio.Event | None) -> str:
+    async def _attempt(
+        self, job: Job, pending: _Pending, computed: asyncio.Event | None, question: Question | None
+    ) -> str:
         """One attempt: "" when the sample is acknowledged, the reason when it is not."""
         try:
-            # Rows that could not be found or proven in the cache are computed anew.
-            await self._client.prefill(pending.rid, job.input_ids.tolist(), bypass_cache=pending.attempt > 0)
+            await self._prefill(job, pending, question)
         except (RefusedError, RetryableError, ConnectionError) as error:
             if pending.verdict.done() and not pending.verdict.result():
                 return ""  # the reply was lost, the states were not
@@ -136,6 +153,20 @@ class Delivery:
             return await asyncio.wait_for(pending.verdict, self._settings.ack_timeout_s)
         except TimeoutError:
             return f"no acknowledgement within {self._settings.ack_timeout_s:g} s of the server's reply"
+
+    async def _prefill(self, job: Job, pending: _Pending, question: Question | None) -> None:
+        """Have the prompt computed; what the engine predicts on the way is the same request's, so it costs no other."""
+        tokens = job.input_ids.tolist()
+        if question is not None:
+            with contextlib.suppress(RefusedError):
+                pending.answer = await self._client.prefill(pending.rid, tokens, predict_from=question.start)
+                if pending.answer is None:
+                    self._answers.ask_no_more()
+                return
+        # Rows that could not be found or proven in the cache are computed anew.
+        await self._client.prefill(pending.rid, tokens, bypass_cache=pending.attempt > 0)
+        if question is not None:
+            self._answers.ask_no_more()  # it was not the prompt that the server refused
 
     async def _reconnect(self, error: ConnectionError) -> None:
         # One request asks for all: the others find the server healthy, or the run is over.

@@ -9,6 +9,7 @@ from sglang_hs_capture.driver.feed import Done, Feed, Job, Judge, Verdict
 from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.errors import EngineError, InputError
 from sglang_hs_capture.store.requests import DroppedRecord, RequestLedger, RequestRecord
+from sglang_hs_capture.store.schema import all_zero
 
 # So many samples given up in a row, none captured between them, is no matter of single samples any more.
 DROPS_IN_A_ROW = 16
@@ -109,6 +110,7 @@ class Intake:
         """Count a sample as captured."""
         self.summary.captured += 1
         self.summary.tokens += record.length
+        self.summary.zero_masks += all_zero(record.loss_mask)
         self._drops_in_a_row = 0
 
     def refuse(self, job: Job, reason: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from sglang_hs_capture.driver.client import RETRY_PAUSE_S, ServerClient
+from sglang_hs_capture.driver.client import RETRY_PAUSE_S, Prediction, ServerClient
 from sglang_hs_capture.store.hashing import prefix_hashes
 
 # Prefixes are looked up at multiples of so many tokens; a shorter one is cheaper to compute again than to look for.
@@ -73,13 +73,18 @@ class ServerPool:
         for server in self._servers:
             await server.client.close()
 
-    async def prefill(self, rid: str, input_ids: Sequence[int], *, bypass_cache: bool = False) -> None:
+    async def prefill(
+        self, rid: str, input_ids: Sequence[int], *, bypass_cache: bool = False, predict_from: int | None = None
+    ) -> Prediction | None:
         """Send one prompt to one server and wait for its reply: see ``ServerClient.prefill``.
 
         Raises:
             RefusedError, RetryableError, ConnectionError: as there.
         """
-        await self._on_one(input_ids, lambda client: client.prefill(rid, input_ids, bypass_cache=bypass_cache))
+        return await self._on_one(
+            input_ids,
+            lambda client: client.prefill(rid, input_ids, bypass_cache=bypass_cache, predict_from=predict_from),
+        )
 
     async def answer(self, rid: str, input_ids: Sequence[int], sampling: Mapping[str, Any]) -> tuple[list[int], str]:
         """Let one server answer one prompt: see ``ServerClient.answer``.

@@ -13,6 +13,7 @@ from sglang_hs_capture.driver.delivery import Delivery, DeliverySettings
 from sglang_hs_capture.driver.ending import Ending
 from sglang_hs_capture.driver.feed import Feed, Judge
 from sglang_hs_capture.driver.intake import Intake, OnBadInput
+from sglang_hs_capture.driver.known_answers import AnswerBook
 from sglang_hs_capture.driver.progress import ProgressView
 from sglang_hs_capture.driver.pump import Pump, PumpSettings
 from sglang_hs_capture.driver.regenerate import AnsweringServer, Regeneration
@@ -23,10 +24,11 @@ from sglang_hs_capture.errors import HsCaptureError, InputError
 from sglang_hs_capture.store.identity import DATASET_FILE, read_info
 from sglang_hs_capture.store.index import load_index
 from sglang_hs_capture.store.requests import RequestLedger
-from sglang_hs_capture.store.session import SessionRecord
+from sglang_hs_capture.store.session import SessionRecord, replica_of
 
 LOCK_TIMEOUT_S = 1.0
 SPARE_FILES = 256
+KNOWN_ANSWERS = 8
 Samples = Iterable[Prepared]
 
 
@@ -38,6 +40,7 @@ class RunSettings:
         output: the dataset's directory; it must exist.
         on_bad_input: stop at the first line or sample that cannot be captured, or leave such ones out.
         limit: look at no more than so many samples of the input.
+        known_answers: keep the engine's own predictions for so many prompts of each server.
         delivery: how often and how long a sample is tried.
         pump: how much is in flight.
     """
@@ -45,6 +48,7 @@ class RunSettings:
     output: Path
     on_bad_input: OnBadInput = OnBadInput.STOP
     limit: int | None = None
+    known_answers: int = KNOWN_ANSWERS
     delivery: DeliverySettings = field(default_factory=DeliverySettings)
     pump: PumpSettings = field(default_factory=PumpSettings)
 
@@ -138,7 +142,9 @@ class CaptureRun:
         limit = shortest_limit(sessions)
         if limit is not None:
             intake.limit_prompts(limit)
-        delivery = Delivery(self._target.client, sessions[0].rid_prefix, self._settings.delivery)
+        replicas = {replica_of(record) for record in sessions}
+        answers = AnswerBook(self._settings.output, self._settings.known_answers * len(replicas))
+        delivery = Delivery(self._target.client, sessions[0].rid_prefix, self._settings.delivery, answers)
         watch = SessionWatch(self._settings.output, sessions)
         pump = Pump(
             intake=intake,
@@ -152,7 +158,11 @@ class CaptureRun:
             prefix_cache=any(record.prefix_cache for record in sessions),
         )
         started = time.monotonic()
-        await pump.run()
+        try:
+            await pump.run()
+        finally:
+            answers.close()
+        self._summary.known_answers = answers.kept
         self._summary.seconds = time.monotonic() - started
         self._summary.bytes = self._summary.tokens * read_info(self._settings.output).row_bytes
 

@@ -31,6 +31,8 @@ class Summary:
         answered: prompts that the model answered for this run.
         tokens: tokens of the captured samples.
         bytes: bytes of states written, including those of failed attempts.
+        zero_masks: of the captured samples, those whose loss mask has no one.
+        known_answers: prompts for which the engine's own predictions were kept.
         seconds: from the first prompt sent to the last sample acknowledged.
         blocked_s: time the model waited because the ring was full.
         skipped: lines and samples left out, each with its reason.
@@ -50,6 +52,8 @@ class Summary:
     answered: int = 0
     tokens: int = 0
     bytes: int = 0
+    zero_masks: int = 0
+    known_answers: int = 0
     seconds: float = 0.0
     blocked_s: float = 0.0
     skipped: list[InputProblem] = field(default_factory=list)
@@ -84,6 +88,13 @@ class Summary:
             lines.append(f"Answered {count_of(self.answered, 'prompt')} anew before.")
         if self.resent:
             lines.append(f"Sent again {self.resent:,} times.")
+        if self.zero_masks:
+            lines.append(
+                f"warning: {count_of(self.zero_masks, 'captured sample')} with a loss mask of zeros only: nothing is "
+                "learned from such a sample; see that the input has turns of the assistant."
+            )
+        if self.known_answers:
+            lines.append(f"Kept the engine's own log-probabilities of {count_of(self.known_answers, 'prompt')}.")
         lines += _list("Skipped", self.skipped) + _list("Dropped", self.dropped)
         lines.append(f"Dataset: {self.output}")
         return lines

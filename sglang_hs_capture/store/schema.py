@@ -345,6 +345,11 @@ def rle_encode(mask: ArrayLike) -> list[int]:
     return [0, *runs] if bits[0] else runs
 
 
+def all_zero(runs: Sequence[int] | None) -> bool:
+    """Whether a mask that ``rle_encode`` encoded has no one; None stands for a mask of ones."""
+    return runs is not None and not any(runs[1::2])
+
+
 def rle_decode(runs: Sequence[int]) -> NDArray[np.int64]:
     """The mask that ``rle_encode`` encoded.
 

@@ -15,17 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from sglang_hs_capture.errors import CorruptionError, StoreError
 from sglang_hs_capture.store.elements import to_float32
 from sglang_hs_capture.store.identity import DATASET_FILE, FINAL_NORM_FILE, SHARD_FOLDER, read_info
 from sglang_hs_capture.store.index import SampleEntry
+from sglang_hs_capture.store.known_answers import KNOWN_ANSWERS_FILE
 from sglang_hs_capture.store.replay import ShardState, journal_writers
 from sglang_hs_capture.store.schema import DTYPE_OF_SAFETENSORS, RESTORE, DatasetInfo, RowsRecord, check_writer
 from sglang_hs_capture.store.session import is_running, read_session
 from sglang_hs_capture.store.shard import ShardLayout, ShardPaths
 from sglang_hs_capture.verify.findings import Finding, Findings
-from sglang_hs_capture.verify.journals import Journal, LineCounts, read_journal, read_ledger
+from sglang_hs_capture.verify.journals import Journal, LineCounts, read_answers, read_journal, read_ledger
 from sglang_hs_capture.verify.owners import Owners
 from sglang_hs_capture.verify.samples import check_tokens, join
 from sglang_hs_capture.verify.shards import Job, ShardFile, StateCheck, check_file, info_of_header, jobs_of
@@ -73,7 +75,7 @@ class CheckResult:
     """What a check looked at, and what it found.
 
     Attributes:
-        journals: lines of each journal and of the ledger, by file name.
+        journals: lines of each journal, of the ledger and of the known answers, by file name.
         samples: whole acknowledgements, by which every sample is counted once.
         rows, bytes: durable, of states.
         rows_checked, bytes_checked: of these, those whose every byte was looked at.
@@ -168,6 +170,8 @@ class _Check:
         self._result.asked = len(ledger.content.requests)
         if ledger.exists:
             self._result.journals["requests.jsonl"] = ledger.counts
+        if (answers := read_answers(self._directory, self._findings)) is not None:
+            self._result.journals[KNOWN_ANSWERS_FILE] = answers
         samples = join(self._info, [journal.replay for journal in journals], ledger.content, self._findings)
         self._result.samples = len({sample.id for sample in samples})
         self._result.tokens = sum(sample.length for sample in {sample.id: sample for sample in samples}.values())
@@ -426,7 +430,8 @@ def _norm_problem(data: bytes, info: DatasetInfo) -> str:
     length = int.from_bytes(data[:8], "little")
     try:
         header = json.loads(data[8 : 8 + length])
-        entry, eps = header["weight"], json.loads(header["__metadata__"]["eps"])
+        entry, metadata = header["weight"], header["__metadata__"]
+        eps, checksum = json.loads(metadata["eps"]), metadata.get("xxh3")
         begin, end = entry["data_offsets"]
         dtype, shape = DTYPE_OF_SAFETENSORS[entry["dtype"]], entry["shape"]
         raw = np.frombuffer(data, np.uint8, offset=8 + length)
@@ -437,6 +442,9 @@ def _norm_problem(data: bytes, info: DatasetInfo) -> str:
         return f"expected a weight of {info.hidden_size} elements; the file has {shape} in {len(raw)} bytes"
     if not np.isfinite(weight).all() or not weight.any():
         return "the weight has a NaN or an infinity, or is nothing but zeros"
-    if eps != info.final_norm_eps:
+    # Releases before the checksum wrote nothing in its place.
+    if set(metadata) != {"eps"} and checksum != xxhash.xxh3_64_hexdigest(raw.data):
+        return f"the weight has not the checksum {checksum} that it was written with"
+    if eps != info.final_norm_eps or metadata["eps"] != json.dumps(eps):
         return f"the epsilon is {eps}, and that of {DATASET_FILE} is {info.final_norm_eps}"
     return ""

@@ -28,6 +28,7 @@ class Kind:
 
 
 _CAPTURE_ANEW = "capture the dataset anew into another directory, and report it with the versions in dataset.json"
+_ANSWERS = "restore it from a copy, or remove it: only --known-answer reads it"
 _RUN_AGAIN = "run the same capture again, which captures what is missing"
 
 # docs/verify.md explains each of them.
@@ -56,6 +57,9 @@ KINDS = {
     "unclaimed": Kind(Severity.ERROR, "restore requests.jsonl from a copy, or run the same capture again"),
     "recapture": Kind(Severity.ERROR, "see that model and flags are those of the capture; else " + _CAPTURE_ANEW),
     "reference": Kind(Severity.ERROR, "see that the model is that of the capture; else " + _CAPTURE_ANEW),
+    "answer-line": Kind(Severity.ERROR, _ANSWERS),
+    "answer-record": Kind(Severity.ERROR, _ANSWERS),
+    "known-answer": Kind(Severity.ERROR, "see that --model has the weights of the capture; else " + _CAPTURE_ANEW),
     "final-norm-missing": Kind(Severity.WARNING, "the next capture into the dataset writes it"),
     "torn-line": Kind(Severity.WARNING, "none where a capture runs or was killed; the next capture cuts it off"),
     "session-file": Kind(Severity.WARNING, "it can be removed while nothing captures"),
@@ -65,6 +69,7 @@ KINDS = {
     "duplicate": Kind(Severity.WARNING, "none, readers take the first; for requests sent by hand, use each id once"),
     "rows-copied": Kind(Severity.WARNING, "compare with the model: --against-model"),
     "equal-norms": Kind(Severity.WARNING, "compare with the model: --against-model"),
+    "poor-target": Kind(Severity.WARNING, "ask the model something, served as it was; none for random weights"),
     "outlier": Kind(Severity.WARNING, "look at --report; massive activations look like this, and garbage too"),
 }
 

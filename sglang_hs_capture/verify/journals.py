@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang_hs_capture.errors import StoreError
 from sglang_hs_capture.store.journal import decode_line
+from sglang_hs_capture.store.known_answers import KNOWN_ANSWERS_FILE, KnownAnswer
 from sglang_hs_capture.store.replay import Replay, ShardState, journal_path
 from sglang_hs_capture.store.requests import LEDGER_FILE, DroppedRecord, RequestRecord, Requests
 from sglang_hs_capture.store.schema import ShardRecord, sample_key
@@ -197,6 +198,21 @@ def read_ledger(directory: Path, findings: Findings) -> Ledger:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             findings.add(Finding("ledger-record", f"line {number}: {error!r}", path.name, sample))
     return ledger
+
+
+def read_answers(directory: Path, findings: Findings) -> LineCounts | None:
+    """Check the lines of the known answers; None where there are none."""
+    path = directory / KNOWN_ANSWERS_FILE
+    if not path.exists():
+        return None
+    counts = LineCounts()
+    for number, raw in sound_lines(path, "answer-line", findings, counts):
+        try:
+            if raw["t"] == "answer":
+                KnownAnswer.from_json(raw)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            findings.add(Finding("answer-record", f"line {number}: {error!r}", path.name))
+    return counts
 
 
 def _is_mask(runs: Any, length: Any) -> bool:

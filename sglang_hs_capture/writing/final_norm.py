@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import safetensors
+import xxhash
 
 from sglang_hs_capture.errors import CorruptionError, DatasetMismatchError
 from sglang_hs_capture.store import fs
@@ -36,7 +37,7 @@ def store_final_norm(directory: Path, dtype: str, weight: bytes, eps: float) -> 
         return
     element_size = ELEMENT_SIZE[DTYPE_OF_SAFETENSORS[dtype]]
     header = {
-        "__metadata__": {"eps": json.dumps(eps)},
+        "__metadata__": {"eps": json.dumps(eps), "xxh3": xxhash.xxh3_64_hexdigest(weight)},
         "weight": {"dtype": dtype, "shape": [len(weight) // element_size], "data_offsets": [0, len(weight)]},
     }
     # Written by hand, as the shards are: the library's own functions for this want a tensor library, or change.

@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from sglang_hs_capture import HiddenStateDataset
+from sglang_hs_capture.cli.known_answers import check_known_answers
+from sglang_hs_capture.driver.run import KNOWN_ANSWERS
 from sglang_hs_capture.layers import Final
+from sglang_hs_capture.store.identity import read_info
 from sglang_hs_capture.store.session import read_sessions
 from sglang_hs_capture.verify.parity import reference_states
 
@@ -69,6 +72,14 @@ def check_states(dataset: Path, model: Path) -> HiddenStateDataset:
     return got
 
 
+def check_answers(dataset: Path, model: Path, prompts: int) -> None:
+    """The final states lead to what the engine itself predicted, wherever the last stage stored them."""
+    found = check_known_answers(dataset, str(model), read_info(dataset), 100, None)
+    assert found.problems() == []
+    assert (found.prompts, found.unusable) == (prompts, 0)
+    assert [column.column for column in found.columns] == ["final:pre_norm", "final:post_norm"]
+
+
 def inspect(dataset: Path) -> dict[str, Any]:
     done = subprocess.run([*COMMAND, "inspect", str(dataset), "--json"], capture_output=True, text=True, check=True)
     return dict(json.loads(done.stdout))
@@ -85,6 +96,7 @@ def test_stages_of_a_pipeline_store_their_own_columns_and_samples_are_whole(
         "dp0-pp1": ["boundary:4", "boundary:7", "final:pre_norm", "final:post_norm"],
     }
     got = check_states(dataset, model)
+    check_answers(dataset, model, KNOWN_ANSWERS)
     assert all(len(sample.parts) == 2 for sample in got.samples)
     weight, _ = got.final_norm()
     assert weight.numel() == got[0]["hidden_states"][0].shape[1]
@@ -102,4 +114,5 @@ def test_replicas_of_one_server_write_apart_into_one_dataset(deepseek_checkpoint
     assert [record.writer for record in sessions] == ["dp0-pp0", "dp1-pp0"]
     assert all(record.counters.samples > 0 for record in sessions), "one of the replicas had nothing to do"
     check_states(dataset, deepseek_checkpoint)
+    check_answers(dataset, deepseek_checkpoint, len(prompts()) - 1)  # nothing is predicted from the prompt of one token
     assert inspect(dataset)["samples"] == len(prompts())

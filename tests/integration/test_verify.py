@@ -13,6 +13,10 @@ import numpy as np
 import pytest
 import xxhash
 
+from benchmarks.planted_faults import FAULTS, Reference, faults_table, flip_bits
+from benchmarks.planted_faults import plant as plant_fault
+from sglang_hs_capture import HiddenStateDataset
+from sglang_hs_capture.cli.demo import conversations
 from sglang_hs_capture.store.index import load_index
 from sglang_hs_capture.store.journal import decode_line, encode_line
 
@@ -37,6 +41,31 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = call("demo", "--output", output)
     assert done.returncode == 0, done.stderr
     return output
+
+
+def captured(demo: Path, output: Path, *words: Any, dtype: str = "float32") -> Path:
+    """Ten of the demo's conversations, captured by the same model in one dtype, one after the other; the dataset."""
+    options = [
+        "--model",
+        demo / "model",
+        "--data",
+        conversations(),
+        "--output",
+        output,
+        "--limit",
+        10,
+        "--dtype",
+        dtype,
+    ]
+    options += ["--dtype", dtype, "--max-in-flight", 1, "--device", "cpu", "--min-free-gb", 0, *words]
+    done = call("run", *options, "--", "--dtype", dtype, "--chunked-prefill-size", "64")
+    assert done.returncode == 0, done.stderr
+    return output
+
+
+@pytest.fixture(scope="module")
+def small(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return captured(demo, tmp_path_factory.mktemp("small") / "dataset")
 
 
 def plant(dataset: Path, change: Callable[[np.ndarray], None]) -> None:
@@ -103,3 +132,53 @@ def test_faults_that_no_checksum_finds_are_found_by_a_second_capture(demo, tmp_p
     assert ("recapture", columns[1], layer.id, None) in found
     assert ("recapture", columns[3], row.id, row.length - 1) in found
     assert {column for _, column, _, _ in found} == {columns[1], columns[3]}
+
+
+def test_the_states_of_prompts_that_the_engine_is_asked_about_are_the_same(demo, small, tmp_path):
+    """Nothing is lost, nothing is stored twice, and every row is what it is without a question."""
+    plain = captured(demo, tmp_path / "dataset", "--known-answers", 0)
+    assert not (plain / "known_answers.jsonl").exists()
+    assert len((small / "known_answers.jsonl").read_text().splitlines()) == 8
+    asked, unasked = HiddenStateDataset(small), HiddenStateDataset(plain)
+    assert [sample.id for sample in asked.samples] == [sample.id for sample in unasked.samples]
+    worst = 0.0
+    for one, other in zip((asked[n] for n in range(10)), (unasked[n] for n in range(10)), strict=True):
+        assert one["input_ids"].tolist() == other["input_ids"].tolist()
+        for mine, theirs in zip(one["hidden_states"], other["hidden_states"], strict=True):
+            worst = max(worst, float(((mine - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max()))
+    rows = [sum(entry.state.rows for entry in load_index(dataset).shards) for dataset in (small, plain)]
+    print(f"largest relative difference {worst:.2e}; rows {rows}")
+    assert worst < 1e-5
+    assert rows[0] >= rows[1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_final_states_lead_to_the_engines_own_answers(demo, small, tmp_path, dtype):
+    dataset = small
+    if dtype == "bfloat16":
+        dataset = captured(demo, tmp_path / "dataset", "--final", "both", dtype=dtype)
+    done = call("verify", dataset, "--known-answer", "--computed-in", dtype, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    account = json.loads(done.stdout)
+    print(json.dumps(account["known_answer"], indent=2))
+    assert account["counts"] == {"poor-target": 1}, "the demo's weights are random"
+    assert account["known_answer"]["prompts"] == 8
+    for column in account["known_answer"]["columns"]:
+        assert column["typical"] < 0.5
+        assert column["rare"] < 1.5
+        assert column["top"] == 1
+
+
+def test_every_planted_fault_is_found_by_one_of_the_checks(demo, small, tmp_path):
+    reference = Reference(demo / "model")
+    assert not plant_fault(small, demo / "model", reference, None).found
+    outcomes = {name: plant_fault(small, demo / "model", reference, fault) for name, fault in FAULTS.items()}
+    print("\n".join(faults_table(outcomes)))
+    assert [name for name, outcome in outcomes.items() if not outcome.found] == []
+    shifted = outcomes["one boundary shifted by one layer"]
+    assert (shifted.structure, shifted.known_answer, len(shifted.reference or ())) == ([], [], 1)
+    for name in ("post-norm stored as pre-norm", "final state of the layer before the last"):
+        assert outcomes[name].known_answer == ["final:pre_norm"], name
+    dataset = Path(shutil.copytree(small, tmp_path / "dataset"))
+    flips = flip_bits(dataset, 200)
+    assert [missed for outcome in flips.values() for missed in outcome.missed] == []

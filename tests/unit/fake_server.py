@@ -47,8 +47,8 @@ class FakeServer:
 
     ``behave`` gets each request's number and rid, and says what happens to it: ``ok``, ``mismatch`` (states of other
     tokens are stored), ``failed`` (the journal says so), ``silent`` (never acknowledged), ``refuse`` (HTTP 400),
-    ``error`` (HTTP 500), ``busy`` (HTTP 503), ``cut`` (the connection breaks), ``late`` (acknowledged when the next
-    request comes).
+    ``no_logprobs`` (likewise, only where log-probabilities are asked for), ``error`` (HTTP 500), ``busy`` (HTTP 503),
+    ``cut`` (the connection breaks), ``late`` (acknowledged when the next request comes).
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class FakeServer:
         self._late.clear()
         if action == "cut":
             request.transport.abort()
-        if action == "refuse":
+        if action == "refuse" or (action == "no_logprobs" and body.get("return_logprob")):
             return web.json_response({"error": {"message": "The input is not to my liking."}}, status=400)
         if action == "busy":
             return web.Response(status=503)
@@ -155,10 +155,13 @@ class FakeServer:
             self.store.commit()
         if body["sampling_params"]["max_new_tokens"]:
             return web.json_response(self.answer(action, body))
-        if action in {"ok", "mismatch"}:
-            self.capture(rid, ids if action == "ok" else [*ids[:-1], ids[-1] + 1])
+        if action in {"ok", "no_logprobs", "mismatch"}:
+            self.capture(rid, [*ids[:-1], ids[-1] + 1] if action == "mismatch" else ids)
         await asyncio.sleep(0)
-        return web.json_response({"output_ids": [], "meta_info": {"prompt_tokens": len(ids)}})
+        meta = {"prompt_tokens": len(ids)}
+        if body.get("return_logprob"):
+            meta |= predictions(ids[body["logprob_start_len"] :])
+        return web.json_response({"output_ids": [], "meta_info": meta})
 
     def answer(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
         """The reply to a request that generates: the prompt backwards, ended by a stop token that is not shown."""
@@ -177,6 +180,13 @@ class FakeServer:
         extents = self.store.append(rows, tokens, np.arange(len(ids)), prefix_hashes(tokens, 0, 0))
         self.store.add_sample(rid, len(ids), extents, end_hash(tokens))
         self.store.commit()
+
+
+def predictions(ids: list[int]) -> dict[str, Any]:
+    """What SGLang's replies have of a prompt's last tokens; the log-probability of token t is said to be -t / 8."""
+    shown = [[-token / 8, token, None] for token in ids[1:]]
+    top = [[[-0.5, token + 1, None]] for token in ids[1:]]
+    return {"input_token_logprobs": [[None, ids[0], None], *shown], "input_top_logprobs": [None, *top]}
 
 
 class Lines(ProgressView):

@@ -16,6 +16,7 @@ from sglang_hs_capture.float8 import scales_from_absmax
 from sglang_hs_capture.store.hashing import prefix_hashes
 from sglang_hs_capture.store.identity import FINAL_NORM_FILE
 from sglang_hs_capture.store.journal import decode_line, encode_line
+from sglang_hs_capture.store.known_answers import KNOWN_ANSWERS_FILE
 from sglang_hs_capture.store.requests import RequestLedger, RequestRecord
 from sglang_hs_capture.store.schema import DatasetInfo, make_rid, rle_encode, sample_key
 from sglang_hs_capture.store.shard import ShardPaths
@@ -136,11 +137,17 @@ def put_sample(
     store.commit()
 
 
-def write_norm(directory: Path, eps: float = 1e-6) -> None:
-    weight = np.linspace(0.5, 1.5, HIDDEN).astype("<f4").tobytes()
-    entry = {"dtype": "F32", "shape": [HIDDEN], "data_offsets": [0, len(weight)]}
-    text = json.dumps({"__metadata__": {"eps": json.dumps(eps)}, "weight": entry}).encode()
-    (directory / FINAL_NORM_FILE).write_bytes(struct.pack("<Q", len(text)) + text + weight)
+def write_norm(directory: Path, eps: float = 1e-6, weight: NDArray[np.float64] | None = None) -> None:
+    values = np.linspace(0.5, 1.5, HIDDEN) if weight is None else weight
+    data = values.astype("<f4").tobytes()
+    entry = {"dtype": "F32", "shape": [HIDDEN], "data_offsets": [0, len(data)]}
+    metadata = {"eps": json.dumps(eps), "xxh3": xxhash.xxh3_64_hexdigest(data)}
+    text = json.dumps({"__metadata__": metadata, "weight": entry}).encode()
+    (directory / FINAL_NORM_FILE).write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def write_answers(directory: Path, records: list[dict[str, Any]]) -> None:
+    (directory / KNOWN_ANSWERS_FILE).write_bytes(b"".join(map(encode_line, records)))
 
 
 @dataclass
@@ -166,10 +173,13 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], dict[str, Any] | list
     path.write_bytes(b"".join(lines))
 
 
-def rid_of(id: str) -> str:
+def end_hash_of(id: str) -> int:
     number = int(id[1:])
-    tokens = tokens_of(number, LENGTHS[number])
-    return make_rid("hs-", sample_key(id), 0, int(prefix_hashes(tokens, 0, 0)[-1]))
+    return int(prefix_hashes(tokens_of(number, LENGTHS[number]), 0, 0)[-1])
+
+
+def rid_of(id: str) -> str:
+    return make_rid("hs-", sample_key(id), 0, end_hash_of(id))
 
 
 def where(directory: Path, id: str, position: int, dtype: str = "bfloat16") -> Where:

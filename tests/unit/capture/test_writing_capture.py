@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from safetensors import safe_open
 
 from sglang_hs_capture.capture import session as session_module
@@ -135,7 +136,8 @@ def test_the_final_norm_is_stored_and_checked(tmp_path, dtype):
         assert session(tmp_path).state == "closed", session(tmp_path).error
     with safe_open(tmp_path / "final_norm.safetensors", "pt") as file:
         weight = file.get_tensor("weight")
-        assert file.metadata() == {"eps": "1e-06"}
+        checksum = xxhash.xxh3_64_hexdigest(weight.view(torch.uint8).numpy().data)
+        assert file.metadata() == {"eps": "1e-06", "xxh3": checksum}
     assert weight.dtype == (torch.float32 if dtype == torch.float64 else dtype)
     assert weight.tolist() == list(range(1, toy_model.HIDDEN + 1))
     assert set(samples(tmp_path)) == {"hs-0", "hs-1"}

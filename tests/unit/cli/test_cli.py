@@ -296,7 +296,16 @@ def test_inspect_json_is_what_scripts_rely_on(capsys, dataset):
         "bytes": 240,
         "shards": {"finished": 1, "unfinished": 0},
         "scale_bytes": 0,
-        "requests": {"asked": 4, "pending": 1, "dropped": 1, "failed": 1, "mismatched": 0, "unclaimed": 0},
+        "requests": {
+            "asked": 4,
+            "pending": 1,
+            "pending_ids": ["pending"],
+            "dropped": 1,
+            "failed": 1,
+            "mismatched": 0,
+            "unclaimed": 0,
+        },
+        "zero_loss_masks": {"count": 0, "ids": []},
         "reasons": {"no luck": 1, "non_finite": 1},
         "draft_ids": {"boundary": [1], "output_of_layer": [0], "final": {"boundary": 4, "output_of_layer": 3}},
         "sessions": [
@@ -328,12 +337,24 @@ def test_inspect_speaks_plainly(capsys, dataset):
         "Samples      2 (10 tokens)",
         "33.3% of them in no sample",
         "4 asked for, 1 still missing, 1 dropped, 1 failed, 0 of other tokens",
+        "  still missing: 'pending'; run again to capture them",
         "1 x no luck",
         "cannot serve a draft model whose first boundary is 1",
         "SpecForge, ModelOpt, speculators 0.4 [0], final 3",
         "vLLM, speculators 0.9                [1], final 4",
     ):
         assert part in out
+
+
+def test_inspect_names_samples_that_nothing_is_learned_from_and_some_that_are_missing(capsys, dataset):
+    with RequestLedger.open(dataset) as ledger:
+        for name in ("a", *(f"more\n{number}" for number in range(7))):
+            ids = make_sample(name).input_ids
+            ledger.append(RequestRecord(name, sample_key(name), len(ids), end_hash(ids), (len(ids),), "data.jsonl:9"))
+    out = call(capsys, "inspect", dataset)[1]
+    assert "1 captured samples have a loss mask of zeros only, so that nothing is learned from them: 'a'" in out
+    assert "8 still missing" in out
+    assert "'pending', 'more\\n0', 'more\\n1', 'more\\n2', 'more\\n3' and 3 more; run again" in out
 
 
 def test_inspect_of_no_dataset_is_one_line(capsys, tmp_path):

@@ -1,15 +1,18 @@
 """``hs-capture verify``: its page, its JSON, its report, its exit codes, and what it passes on."""
 
+import dataclasses
 import json
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
 import made_dataset as made
+import numpy as np
 import pytest
 import torch
+from made_answers import answer_of, write_model
 
-from sglang_hs_capture.cli import second_capture
+from sglang_hs_capture.cli import known_answers, second_capture
 from sglang_hs_capture.cli import verify as verify_module
 from sglang_hs_capture.cli.check_view import BarView, LineView
 from sglang_hs_capture.cli.main import main
@@ -120,6 +123,8 @@ def test_a_quick_look_says_that_it_is_one(capsys, dataset):
         (["--sample", "1", "--fraction", "0.5"], "--sample and --fraction: give one of them"),
         (["--", "--tp-size", "8"], "flags after '--' are for the SGLang that --against-model starts"),
         (["--prompts", "3"], "--prompts is for --against-model"),
+        (["--model", "x"], "--model is for --known-answer"),
+        (["--known-answer", "--device", "cpu"], "--device is for --against-model"),
         (["--device", "cpu"], "--device is for --against-model"),
         (["--reference", "transformers", "--device", "cpu"], "--device is for --against-model"),
         (["--report", "{tmp}/none/report.html"], "none is not a directory"),
@@ -211,7 +216,7 @@ def captured_by(dtype: str, change):
 def same_model(dataset, model, monkeypatch):
     from sglang_hs_capture.model_config import load_model_config
 
-    monkeypatch.setattr(verify_module, "_require_same_model", lambda *_: None)
+    monkeypatch.setattr(verify_module, "require_same_model", lambda *_: None)
     return load_model_config(model)
 
 
@@ -304,6 +309,56 @@ def test_states_are_compared_with_transformers(capsys, dataset, monkeypatch):
     code, out, _ = call(capsys, dataset, "--reference", "transformers", "--computed-in", "bfloat16")
     assert code == 0
     assert "Computed by transformers: 6 samples" in out
+
+
+@pytest.fixture
+def answered(dataset, tmp_path, monkeypatch) -> Path:
+    """The dataset with what the engine said of two samples, and the model's head where --model names it."""
+    made.write_answers(dataset, [answer_of("s3", 5).to_json(), answer_of("s1").to_json()])
+    write_model(tmp_path / "weights")
+    load = known_answers.resolve_model_config
+    monkeypatch.setattr(
+        known_answers, "resolve_model_config", lambda path: dataclasses.replace(load(path), config_hash="c0ffee")
+    )
+    return dataset
+
+
+def test_the_engines_own_answers_are_computed_anew(capsys, answered, tmp_path):
+    words = [answered, "--known-answer", "--model", tmp_path / "weights"]
+    code, out, _ = call(capsys, *words)
+    assert code == 0
+    assert "Known answers: 2 prompts, 25 of the engine's own predictions" in out
+    assert "warning: poor-target" in out
+    assert call(capsys, *words, "--strict")[0] == 4
+    code, out, _ = call(capsys, *words, "--json", "--prompts", 1, "--computed-in", "bfloat16")
+    account = json.loads(out)["known_answer"]
+    assert (code, account["prompts"], account["computed_in"]) == (0, 1, "bfloat16")
+
+
+def test_answers_that_final_states_do_not_lead_to_are_an_error(capsys, answered, tmp_path):
+    report = tmp_path / "report.html"
+    made.write_norm(answered, weight=np.linspace(1.5, 0.5, made.HIDDEN))
+    words = [answered, "--known-answer", "--model", tmp_path / "weights", "--report", report, "--json"]
+    code, out, _ = call(capsys, *words)
+    assert code == 4
+    found = [finding for finding in json.loads(out)["findings"] if finding["kind"] == "known-answer"]
+    assert [(f["file"], f["column"]) for f in found] == [("known_answers.jsonl", "final:pre_norm")]
+    assert "Known answers: 2 prompts" in report.read_text()
+
+
+def test_known_answers_that_cannot_be_had(capsys, answered, tmp_path):
+    code, _, err = call(capsys, answered, "--known-answer")
+    assert (code, "name a directory with the model's weights by --model" in err) == (2, True)
+    (answered / "known_answers.jsonl").unlink()
+    code, _, err = call(capsys, answered, "--known-answer", "--model", tmp_path / "weights")
+    assert (code, "expected log-probabilities of the engine" in err) == (5, True)
+
+
+def test_another_models_head_is_refused(capsys, dataset, tmp_path):
+    made.write_answers(dataset, [answer_of("s1").to_json()])
+    code, _, err = call(capsys, dataset, "--known-answer", "--model", write_model(tmp_path / "weights"))
+    assert code == 4
+    assert "c0ffee, and that of --model is" in err
 
 
 def test_progress_is_shown_in_bytes(capsys):

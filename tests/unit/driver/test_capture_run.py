@@ -94,6 +94,14 @@ def test_everything_is_captured_once_and_accounted_for(tmp_path):
     assert summary.blocked_s == 0.0, "what the session did before this run is not this run's"
 
 
+def test_samples_that_nothing_is_learned_from_are_counted(tmp_path):
+    asked = samples(["a", "b", "c"])
+    asked[1].loss_mask[:] = 0
+    summary, _, _ = run(tmp_path, asked)
+    assert (summary.captured, summary.zero_masks) == (3, 1)
+    assert any(line.startswith("warning: 1 captured sample with a loss mask of zeros") for line in summary.lines())
+
+
 def test_the_progress_shows_what_the_writers_count(tmp_path):
     async def count(server):
         while not server.requests:
@@ -198,7 +206,9 @@ def test_a_prompt_the_server_refuses_is_bad_input(tmp_path):
     def behave(number: int, rid: str) -> str:
         return "refuse" if bad in rid else "ok"
 
-    summary, server, _ = run(tmp_path, samples(["a", "b", "c"]), behave=behave, on_bad_input=OnBadInput.SKIP)
+    summary, server, _ = run(
+        tmp_path, samples(["a", "b", "c"]), behave=behave, on_bad_input=OnBadInput.SKIP, known_answers=0
+    )
     assert (summary.captured, summary.exit_code) == (2, 0)
     assert "HTTP 400: The input is not to my liking." in str(summary.skipped[0])
     assert sum(bad in rid for rid in server.requests) == 1, "it is not sent again"

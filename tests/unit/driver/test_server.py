@@ -17,6 +17,7 @@ from sglang_hs_capture.driver.client import ServerClient
 from sglang_hs_capture.driver.launch import LaunchPlan
 from sglang_hs_capture.driver.server import ManagedServer, free_port
 from sglang_hs_capture.errors import DatasetMismatchError, EngineError, GuardError
+from sglang_hs_capture.store.session import write_session
 
 # Plays SGLang: writes a session record if told to, serves /health, and may die before.
 SCRIPT = """
@@ -127,10 +128,9 @@ def test_a_server_that_will_not_capture_is_told_at_once(tmp_path, mode, error, s
 def test_records_of_another_run_do_not_count(tmp_path):
     asyncio.run(start_and_stop(make_server(tmp_path, "captures")))
     server = make_server(tmp_path, "builtin")
-    assert len(server.sessions()) == 1
-    (tmp_path / "session-dp0-pp0.json").write_text(
-        (tmp_path / "session-dp0-pp0.json").read_text().replace('"r1"', '"r0"')
-    )
+    (record,) = server.sessions()
+    record.run_id = "r0"
+    write_session(tmp_path, record)
     with pytest.raises(EngineError, match="did not load"):
         asyncio.run(start_and_stop(server))
 

@@ -12,6 +12,7 @@ from toy_store import append_tokens, make_info, open_store, put_sample, scales_o
 from sglang_hs_capture.errors import CorruptionError, DatasetLockedError, StoreError
 from sglang_hs_capture.store.hashing import prefix_hashes
 from sglang_hs_capture.store.journal import encode_line
+from sglang_hs_capture.store.jsonfile import write_object
 from sglang_hs_capture.store.recovery import recover_dataset
 from sglang_hs_capture.store.replay import replay_journal
 from sglang_hs_capture.store.shard import ShardPaths
@@ -141,8 +142,7 @@ def test_changed_description_is_told_when_the_header_no_longer_fits(tmp_path: Pa
     put_sample(store, "a", [1])
     store.commit()
     close_all_below(tmp_path)
-    path = tmp_path / "dataset.json"
-    path.write_text(path.read_text().replace("/models/toy", "/models/" + "x" * 9000))
+    write_object(tmp_path / "dataset.json", make_info(model_path="/models/" + "x" * 9000).to_json())
     with pytest.raises(CorruptionError, match=r"dataset.json was changed since"):
         open_store(tmp_path)
 
