@@ -23,7 +23,8 @@ import numpy as np
 
 from sglang_hs_capture.data.lines import LINE_LIMIT, check_files, read_lines
 from sglang_hs_capture.data.messages import parse_messages, parse_sharegpt, parse_tools
-from sglang_hs_capture.data.records import BadRow, Conversation, InputProblem, LossMask, Record, Sample, TokenIds, shown
+from sglang_hs_capture.data.records import BadRow, Conversation, InputProblem, LossMask, Record, Sample, TokenIds
+from sglang_hs_capture.text import shown
 
 MAX_ID_CHARACTERS = 4096
 

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from sglang_hs_capture.data.records import BadRow, Conversation, LossMask, Message, TokenIds, shown
+from sglang_hs_capture.data.records import BadRow, Conversation, LossMask, Message, TokenIds
 from sglang_hs_capture.data.template import ChatTemplate, Offsets, Span
+from sglang_hs_capture.text import shown
 
 _REWRITES = (
     "the chat template renders earlier turns differently once later ones follow (at messages[{index}]), so the "

@@ -9,9 +9,10 @@ import numpy as np
 
 from sglang_hs_capture.data.conversations import check_template_kwargs, iter_records
 from sglang_hs_capture.data.loss_mask import tokenize
-from sglang_hs_capture.data.records import BadRow, InputProblem, Record, Sample, shown
+from sglang_hs_capture.data.records import BadRow, InputProblem, Record, Sample
 from sglang_hs_capture.data.template import ChatTemplate
 from sglang_hs_capture.errors import InputError
+from sglang_hs_capture.text import shown
 
 
 class SamplePreparer:

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_hs_capture.data.messages import with_names_in_ids
-from sglang_hs_capture.data.records import BadRow, Conversation, Message, TokenIds, one_line
+from sglang_hs_capture.data.records import BadRow, Conversation, Message, TokenIds
 from sglang_hs_capture.errors import InputError
+from sglang_hs_capture.text import one_line
 
 Span = tuple[int, int]
 Offsets = npt.NDArray[np.int64]
