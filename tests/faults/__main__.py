@@ -49,16 +49,16 @@ def try_fault(fault: Fault, times: int, first: int) -> Account:
 def main() -> None:
     arguments = parse_arguments()
     chosen = [f for f in FAULTS if (not arguments.where or f.where in arguments.where) and arguments.only in f.name]
-    accounts = []
+    accounts: list[Account] = []
     for fault in chosen:
         begin = time.monotonic()
         accounts.append(try_fault(fault, max(1, round(fault.times * arguments.times)), arguments.first))
         struck, missed = len(accounts[-1].outcomes), accounts[-1].not_struck
         print(f"{fault.name}: {struck} times, {missed} missed, {time.monotonic() - begin:.1f} s", file=sys.stderr)
-    text = table(accounts)
-    print(text)
-    if arguments.output:
-        arguments.output.write_text(text)
+        # As far as it goes: what takes long may be ended early.
+        if arguments.output:
+            arguments.output.write_text(table(accounts))
+    print(table(accounts))
     sys.exit(not all(account.sound and (account.outcomes or account.not_possible) for account in accounts))
 
 
