@@ -68,7 +68,9 @@ class SpecForge:
             store = self.store.SharedDirFeatureStore(str(folder), "s")
             for number in range(10**6):
                 store.put(sample, sample_id=f"p{number % 8}", metadata={})
-        time.sleep(0.2 + random.Random(seed).random() * 0.2)
+        while not any((folder / "s").glob("*.ckpt")):
+            time.sleep(0.005)
+        time.sleep(random.Random(seed).random() * 0.1)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         return not all(self._readable(path) for path in (folder / "s").glob("*.ckpt"))
