@@ -69,6 +69,12 @@ def process_memory(pid: int) -> dict[str, float]:
     return {"own": sizes["RssAnon"], "shared": sizes["RssShmem"]}
 
 
+def process_seconds(pid: int) -> float:
+    """CPU seconds of a process so far. Beside the rate of samples they say what others on the machine do not change."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def open_files(pid: int) -> int:
     """How many files a process has open."""
     return len(os.listdir(f"/proc/{pid}/fd"))
@@ -147,6 +153,7 @@ def watch(
             for name, pid in pids.items():
                 look |= {f"{name}, {kind} MiB": size for kind, size in process_memory(pid).items()}
                 look[f"{name}, open files"] = open_files(pid)
+                look[f"{name}, CPU s"] = process_seconds(pid)
         except (OSError, KeyError):
             break  # the driver ends
         looks.append(look)
@@ -171,12 +178,16 @@ def trends(looks: list[Look]) -> dict[str, dict[str, float]]:
     if len(steady) < 10:
         raise RuntimeError(f"expected 10 looks at the processes after the warm-up, got {len(steady)}: more --prompts")
     for before, after in itertools.pairwise(steady):
-        after["samples/s"] = (after["samples"] - before["samples"]) / (after["seconds"] - before["seconds"])
+        gained = after["samples"] - before["samples"]
+        after["samples/s"] = gained / (after["seconds"] - before["seconds"])
+        for name in [name for name in after if name.endswith(", CPU s")]:
+            spent = after[name] - before[name]
+            after[name.replace("CPU s", "CPU ms for a sample")] = 1000 * spent / max(1, gained)
     steady = steady[1:]
     samples = [look["samples"] for look in steady]
     tenth = max(1, len(steady) // 10)
     found = {}
-    for name in steady[0].keys() - {"seconds", "samples"}:
+    for name in [name for name in steady[0] if name not in ("seconds", "samples") and not name.endswith("CPU s")]:
         values = [look[name] for look in steady]
         found[name] = {
             "median": statistics.median(values),

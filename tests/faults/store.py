@@ -28,7 +28,7 @@ Prompts = dict[str, list[int]]
 Report = Callable[[list[str]], object]
 JOURNAL = "journal-dp0-pp0.jsonl"
 # More steps than a capture of these prompts takes; a step that is not reached is a try that does not count.
-STEPS = 130
+STEPS = 260
 
 
 def make_prompts(seed: int, count: int = 8) -> Prompts:
@@ -333,10 +333,10 @@ JOURNAL_CALLS = [("pwrite", JOURNAL), ("fsync", JOURNAL)]
 FULL, BROKEN = errno.ENOSPC, errno.EIO
 
 FAULTS = [
-    Fault("SIGKILL of the writing process, at each step of the store", "store", STEPS * 4, partial(killed, torn=False)),
-    Fault("the same, in the middle of each write", "store", STEPS * 4, partial(killed, torn=True)),
+    Fault("SIGKILL of the writing process, at each step of the store", "store", STEPS * 2, partial(killed, torn=False)),
+    Fault("the same, in the middle of each write", "store", STEPS * 2, partial(killed, torn=True)),
     Fault("SIGKILL while an earlier SIGKILL is recovered from", "store", 200, killed_in_recovery),
-    Fault("power loss, at each step of the store", "store", STEPS * 3, power_lost),
+    Fault("power loss, at each step of the store", "store", STEPS * 2, power_lost),
     Fault("disk full in a shard", "store", 100, partial(failing, code=FULL, calls=SHARD_CALLS)),
     Fault("disk full when a shard is made durable", "store", 60, partial(failing, code=FULL, calls=SYNC_CALLS)),
     Fault("disk full in the journal", "store", 60, partial(failing, code=FULL, calls=JOURNAL_CALLS)),
