@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -270,6 +271,21 @@ def full_file_system(directory: Path, number: int) -> Outcome:
         return go_on(data, prompts, acknowledged, message)
 
 
+def limited_files(directory: Path, number: int) -> Outcome:
+    """The process may write no more than a few kilobytes into one file, as ``ulimit -f`` says it."""
+    limit = random.Random(number).randrange(4200, 5200)
+    prompts = make_prompts(number, 40)
+
+    def work(report: Report) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        capture(directory, prompts, report, number)
+
+    _, acknowledged, message = in_child(work)
+    if not message:
+        raise NotStruckError
+    return go_on(directory, prompts, acknowledged, message)
+
+
 def read_only(directory: Path, number: int) -> Outcome:
     """The file system is made read-only while a capture runs, and writable again."""
     prompts = make_prompts(number)
@@ -342,6 +358,7 @@ FAULTS = [
     Fault("disk full in the journal", "store", 60, partial(failing, code=FULL, calls=JOURNAL_CALLS)),
     Fault("disk full at rename", "store", 60, partial(failing, code=FULL, calls=[("rename", ".partial")])),
     Fault("a small file system that really fills up", "store", 60, full_file_system),
+    Fault("a limit on the size of files", "store", 60, limited_files),
     Fault("EIO in a shard", "store", 100, partial(failing, code=BROKEN, calls=SHARD_CALLS + SYNC_CALLS)),
     Fault("EIO in the journal", "store", 60, partial(failing, code=BROKEN, calls=JOURNAL_CALLS)),
     Fault("short writes and reads", "store", 30, short_writes),
