@@ -61,11 +61,11 @@ class SpecForge:
 
     def killed(self, folder: Path, seed: int) -> bool:
         """Whether a SIGKILL in ``SharedDirFeatureStore.put`` leaves a file under its final name that cannot be read."""
+        # Of a size that takes a moment to write; computed here, since torch's threads are not there after a fork.
+        sample = {**self.sample(seed), "hidden_state": torch.ones(512, LAYERS, 7168).bfloat16()}
+        store = self.store.SharedDirFeatureStore(str(folder), "s")
         child = os.fork()
         if child == 0:
-            # Of a size that takes a moment to write.
-            sample = {**self.sample(seed), "hidden_state": torch.ones(512, LAYERS, 7168).bfloat16()}
-            store = self.store.SharedDirFeatureStore(str(folder), "s")
             for number in range(10**6):
                 store.put(sample, sample_id=f"p{number % 8}", metadata={})
         while not any((folder / "s").glob("*.ckpt")):
