@@ -18,7 +18,7 @@ from sglang_hs_capture.driver.pump import Pump, PumpSettings
 from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.driver.target import Target
 from sglang_hs_capture.driver.watch import JournalWatch, SessionWatch
-from sglang_hs_capture.errors import HsCaptureError
+from sglang_hs_capture.errors import EngineError, HsCaptureError
 from sglang_hs_capture.store.identity import DATASET_FILE, read_info
 from sglang_hs_capture.store.index import load_index
 from sglang_hs_capture.store.requests import RequestLedger
@@ -26,6 +26,7 @@ from sglang_hs_capture.store.session import SessionRecord
 
 LOCK_TIMEOUT_S = 1.0
 SPARE_FILES = 256
+_GO_ON = "all acknowledged samples are safe, run again to go on"
 Samples = Iterable[Sample | InputProblem]
 
 
@@ -132,10 +133,12 @@ class CaptureRun:
         if error is not None:
             if not isinstance(error, HsCaptureError):
                 raise error
-            self._summary.ended = str(error)
+            # Whoever says that a server died does not know whether there was work by then.
+            unsaid = isinstance(error, EngineError) and self._summary.captured and "acknowledged" not in str(error)
+            self._summary.ended = f"{error}; {_GO_ON}" if unsaid else str(error)
             self._summary.exit_code = error.exit_code
         elif caught is not None:
-            self._summary.ended = f"ended by {caught.name}; all acknowledged samples are safe, run again to go on"
+            self._summary.ended = f"ended by {caught.name}; {_GO_ON}"
             self._summary.exit_code = 128 + caught
 
 
