@@ -58,6 +58,7 @@ class CaptureRun:
         self._target, self._samples, self._settings, self._view = target, samples, settings, view
         self._ending = Ending()
         self._summary = Summary(output=str(settings.output))
+        self._working = False
 
     async def run(self) -> Summary:
         """Do all of it.
@@ -119,7 +120,7 @@ class CaptureRun:
             view=self._view,
             prefix_cache=any(record.prefix_cache for record in sessions),
         )
-        started = time.monotonic()
+        started, self._working = time.monotonic(), True
         await pump.run()
         self._summary.seconds = time.monotonic() - started
         self._summary.bytes = self._summary.tokens * read_info(self._settings.output).row_bytes
@@ -134,7 +135,7 @@ class CaptureRun:
             if not isinstance(error, HsCaptureError):
                 raise error
             # Whoever says that a server died does not know whether there was work by then.
-            unsaid = isinstance(error, EngineError) and self._summary.captured and "acknowledged" not in str(error)
+            unsaid = isinstance(error, EngineError) and self._working and "acknowledged" not in str(error)
             self._summary.ended = f"{error}; {_GO_ON}" if unsaid else str(error)
             self._summary.exit_code = error.exit_code
         elif caught is not None:
