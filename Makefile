@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 SGLANG ?= 0.5.23
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test test-slow unit integration lint format clean
+.PHONY: demo test test-slow unit integration faults fuzz compat lint format clean
 
 demo: $(STAMP)
 	$(BIN)/hs-capture demo
@@ -22,6 +22,19 @@ integration: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q tests -m "slow and not gpu"
+
+# The account of docs/reliability.md, but for the engine's part, which takes long: WHERE=engine
+WHERE ?= store process run
+faults: $(STAMP)
+	$(BIN)/python -m tests.faults --where $(WHERE) --output faults.md
+
+EXAMPLES ?= 3000
+fuzz: $(STAMP)
+	HS_CAPTURE_FUZZ=$(EXAMPLES) $(BIN)/python -m pytest -q tests/unit/fuzz tests/unit/data/test_conversations.py
+
+# Downloads seven releases of SGLang, without what they depend on, and writes docs/compat.md.
+compat: $(STAMP)
+	$(BIN)/python -m tests.compat --wheels build/wheels
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -16,7 +16,7 @@ from sglang_hs_capture.layers import draft_ids, output_of_layer_ids
 from sglang_hs_capture.store.index import DatasetIndex, load_index
 from sglang_hs_capture.store.schema import FLOAT8, DatasetInfo, all_zero
 from sglang_hs_capture.store.session import is_running
-from sglang_hs_capture.verify.findings import printable
+from sglang_hs_capture.text import printable
 
 SHOWN_REASONS = 5
 SHOWN_IDS, KEPT_IDS = 5, 100
@@ -39,7 +39,7 @@ def inspect(
         typer.echo(json.dumps(account, indent=2))
         return
     for line in lines(account):
-        typer.echo(line)
+        typer.echo(printable(line))
 
 
 def describe(directory: Path, index: DatasetIndex) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from sglang_hs_capture.store.journal import JournalTail
 from sglang_hs_capture.store.requests import LEDGER_FILE
 from sglang_hs_capture.store.schema import FailureRecord
 from sglang_hs_capture.store.session import SessionRecord, is_running, read_sessions, replica_of
-from sglang_hs_capture.verify.findings import printable
+from sglang_hs_capture.text import printable
 
 SHOWN_FAILURES = 5
 Pause = Callable[[float], None]

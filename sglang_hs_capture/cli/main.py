@@ -9,6 +9,7 @@ import typer
 from sglang_hs_capture import __version__
 from sglang_hs_capture.cli import demo, doctor, export, inspect, prepare, prepare_data, run, serve, verify
 from sglang_hs_capture.errors import HsCaptureError
+from sglang_hs_capture.text import printable
 
 DEBUG_VARIABLE = "HS_CAPTURE_DEBUG"
 # What follows -- is SGLang's; only these commands start a server.
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except HsCaptureError as error:
         if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

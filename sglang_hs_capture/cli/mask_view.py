@@ -7,7 +7,8 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from sglang_hs_capture.data.records import Sample, shown
+from sglang_hs_capture.data.records import Sample
+from sglang_hs_capture.text import shown
 
 TRAINED_STYLE = "bold black on green"
 # Around what is trained on where there are no colours.

@@ -20,6 +20,7 @@ from sglang_hs_capture.driver.source import Source, count_samples, default_worke
 from sglang_hs_capture.driver.start import Wanted, run_on_own_server, run_on_running_servers, served_model
 from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.errors import ConfigError
+from sglang_hs_capture.text import printable
 
 OF_ANSWERS = ("max_new_tokens", "temperature", "top_p")
 NOT_OF_ANSWERS = ("split_turns", "overflow", "keep_untrained")
@@ -188,8 +189,8 @@ def _urls(given: list[str]) -> list[str]:
 def report(summary: Summary, file: Path | None = None) -> None:
     """Print the account of a run, and write it to ``file`` where one is named."""
     for line in summary.lines():
-        typer.echo(line)
+        typer.echo(printable(line))
     if summary.ended:
-        typer.echo(f"error: {summary.ended}", err=True)
+        typer.echo(f"error: {printable(summary.ended)}", err=True)
     if file is not None:
         file.write_text(json.dumps(summary.to_json(), indent=2) + "\n", encoding="utf-8")

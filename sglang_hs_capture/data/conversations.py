@@ -37,10 +37,10 @@ from sglang_hs_capture.data.records import (
     Record,
     Sample,
     TokenIds,
-    shown,
 )
 from sglang_hs_capture.data.shuffle import shuffled_rows
 from sglang_hs_capture.store.schema import rle_decode
+from sglang_hs_capture.text import shown
 
 MAX_ID_CHARACTERS = 4096
 

@@ -4,7 +4,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_hs_capture.data.records import BadRow, Message, shown
+from sglang_hs_capture.data.records import BadRow, Message
+from sglang_hs_capture.text import shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 

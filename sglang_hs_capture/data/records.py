@@ -89,16 +89,3 @@ Record = Conversation | Sample
 
 class BadRow(Exception):  # noqa: N818 - never leaves this package: it always ends as an InputProblem
     """The row being read cannot be used; the text says why."""
-
-
-def shown(value: object, limit: int = 80) -> str:
-    """A value from a file as a message shows it: on one line and short, however hostile."""
-    head = value[: limit + 1] if isinstance(value, str | bytes) else value
-    text = repr(head)
-    return text if len(text) <= limit else f"{text[:limit]}..."
-
-
-def one_line(text: str, limit: int = 300) -> str:
-    """Somebody else's error message on one line, cut to ``limit`` characters."""
-    flat = " ".join(text[: 4 * limit].split())
-    return flat if len(flat) <= limit else f"{flat[:limit]}..."

@@ -13,9 +13,10 @@ from sglang_hs_capture.data.limits import fitted, last_run
 from sglang_hs_capture.data.loss_mask import tokenize
 from sglang_hs_capture.data.passages import find_passages
 from sglang_hs_capture.data.preparation import LossOn, Preparation
-from sglang_hs_capture.data.records import BadRow, Conversation, InputProblem, Prepared, Record, Sample, TokenIds, shown
+from sglang_hs_capture.data.records import BadRow, Conversation, InputProblem, Prepared, Record, Sample, TokenIds
 from sglang_hs_capture.data.template import ChatTemplate
 from sglang_hs_capture.errors import InputError
+from sglang_hs_capture.text import shown
 
 
 class SamplePreparer:

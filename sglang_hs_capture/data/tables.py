@@ -13,8 +13,9 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from sglang_hs_capture.data.records import BadRow, one_line, shown
+from sglang_hs_capture.data.records import BadRow
 from sglang_hs_capture.errors import InputError
+from sglang_hs_capture.text import one_line, shown
 
 # The columns to read of a table with such a schema; raises ``BadRow`` where it cannot be used.
 Choice = Callable[[pyarrow.Schema], list[str]]

@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from sglang_hs_capture.data.message_form import REASONING_KEYS, MessageForm
 from sglang_hs_capture.data.reasoning import CLOSE, OPEN
-from sglang_hs_capture.data.records import BadRow, Conversation, Message, TokenIds, one_line
+from sglang_hs_capture.data.records import BadRow, Conversation, Message, TokenIds
 from sglang_hs_capture.errors import InputError
+from sglang_hs_capture.text import one_line
 
 Span = tuple[int, int]
 Offsets = npt.NDArray[np.int64]

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_hs_capture.data.reasoning import closes_reasoning, probed, reasons, with_reasoning, without_reasoning
-from sglang_hs_capture.data.records import BadRow, Conversation, Message, shown
+from sglang_hs_capture.data.records import BadRow, Conversation, Message
 from sglang_hs_capture.data.template import ChatTemplate
+from sglang_hs_capture.text import shown
 
 _ANCHOR_CHARACTERS = 64
 _REWRITTEN = (

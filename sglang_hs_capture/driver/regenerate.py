@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_hs_capture.data.prompts import Prompt
-from sglang_hs_capture.data.records import InputProblem, Prepared, Sample, shown
+from sglang_hs_capture.data.records import InputProblem, Prepared, Sample
 from sglang_hs_capture.driver.answers import Answers
 from sglang_hs_capture.driver.client import RefusedError, RetryableError, ServerClient, Window
 from sglang_hs_capture.driver.delivery import RESEND_PAUSE_S, DeliverySettings, DroppedError, regain
@@ -18,6 +18,7 @@ from sglang_hs_capture.driver.ending import Ending
 from sglang_hs_capture.driver.pool import ServerPool
 from sglang_hs_capture.driver.progress import AnswerSnapshot, ProgressView
 from sglang_hs_capture.store.schema import sample_key
+from sglang_hs_capture.text import shown
 
 Note = Callable[[InputProblem], None]
 

@@ -20,7 +20,7 @@ from sglang_hs_capture.driver.regenerate import AnsweringServer, Regeneration
 from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.driver.target import Target
 from sglang_hs_capture.driver.watch import JournalWatch, SessionWatch
-from sglang_hs_capture.errors import HsCaptureError, InputError
+from sglang_hs_capture.errors import EngineError, HsCaptureError, InputError
 from sglang_hs_capture.store.identity import DATASET_FILE, read_info
 from sglang_hs_capture.store.index import load_index
 from sglang_hs_capture.store.requests import RequestLedger
@@ -29,6 +29,7 @@ from sglang_hs_capture.store.session import SessionRecord, replica_of
 LOCK_TIMEOUT_S = 1.0
 SPARE_FILES = 256
 KNOWN_ANSWERS = 8
+_GO_ON = "all acknowledged samples are safe, run again to go on"
 Samples = Iterable[Prepared]
 
 
@@ -69,6 +70,7 @@ class CaptureRun:
         self._sessions: list[SessionRecord] | None = None
         self._ending = Ending()
         self._summary = Summary(output=str(settings.output))
+        self._working = False
 
     async def run(self) -> Summary:
         """Do all of it.
@@ -157,7 +159,7 @@ class CaptureRun:
             view=self._view,
             prefix_cache=any(record.prefix_cache for record in sessions),
         )
-        started = time.monotonic()
+        started, self._working = time.monotonic(), True
         try:
             await pump.run()
         finally:
@@ -175,10 +177,12 @@ class CaptureRun:
         if error is not None:
             if not isinstance(error, HsCaptureError):
                 raise error
-            self._summary.ended = str(error)
+            # Whoever says that a server died does not know whether there was work by then.
+            unsaid = isinstance(error, EngineError) and self._working and "acknowledged" not in str(error)
+            self._summary.ended = f"{error}; {_GO_ON}" if unsaid else str(error)
             self._summary.exit_code = error.exit_code
         elif caught is not None:
-            self._summary.ended = f"ended by {caught.name}; all acknowledged samples are safe, run again to go on"
+            self._summary.ended = f"ended by {caught.name}; {_GO_ON}"
             self._summary.exit_code = 128 + caught
 
 

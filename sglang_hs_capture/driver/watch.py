@@ -1,10 +1,11 @@
 """What the capturing processes write, followed while they write it: acknowledged samples, failures, and their state."""
 
 from pathlib import Path
+from typing import Any
 
 from sglang_hs_capture.errors import StoreError, class_of_kind
 from sglang_hs_capture.store.identity import read_info
-from sglang_hs_capture.store.journal import JournalTail
+from sglang_hs_capture.store.journal import JournalTail, malformed
 from sglang_hs_capture.store.replay import journal_path, journal_writers
 from sglang_hs_capture.store.schema import FailureRecord, SampleRecord, ShardRecord
 from sglang_hs_capture.store.session import Counters, SessionRecord, read_sessions, replica_of
@@ -35,16 +36,26 @@ class JournalWatch:
         for writer in journal_writers(self._directory):
             tail = self._tails.setdefault(writer, JournalTail(journal_path(self._directory, writer)))
             for raw in tail.poll():
-                if raw["t"] == "shard":
-                    shard = ShardRecord.from_json(raw)
-                    self._columns[writer, shard.shard] = shard.columns
-                elif raw["t"] == "sample":
-                    sample = SampleRecord.from_json(raw)
-                    if self._is_whole(writer, sample):
-                        found.append(sample)
-                elif raw["t"] == "failed":
-                    found.append(FailureRecord.from_json(raw))
+                try:
+                    record = self._record(writer, raw)
+                except (KeyError, TypeError, ValueError, IndexError) as error:
+                    raise malformed(tail.path, error, raw) from None
+                if record is not None:
+                    found.append(record)
         return found
+
+    def _record(self, writer: str, raw: dict[str, Any]) -> SampleRecord | FailureRecord | None:
+        """What one record of a journal tells the driver."""
+        match raw["t"]:
+            case "shard":
+                shard = ShardRecord.from_json(raw)
+                self._columns[writer, shard.shard] = shard.columns
+            case "sample":
+                sample = SampleRecord.from_json(raw)
+                return sample if self._is_whole(writer, sample) else None
+            case "failed":
+                return FailureRecord.from_json(raw)
+        return None
 
     def _is_whole(self, writer: str, sample: SampleRecord) -> bool:
         key = (sample.rid, sample.length, sample.end_hash)

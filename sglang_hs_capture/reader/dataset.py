@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -18,7 +18,7 @@ from sglang_hs_capture.reader.dequantize import dequantize
 from sglang_hs_capture.store.hashing import prefix_hashes
 from sglang_hs_capture.store.identity import FINAL_NORM_FILE
 from sglang_hs_capture.store.index import SampleEntry, SamplePart, load_index
-from sglang_hs_capture.store.schema import FLOAT8, DatasetInfo, Extent, ShardRecord, split_extents
+from sglang_hs_capture.store.schema import FLOAT8, RESTORE, DatasetInfo, Extent, ShardRecord, split_extents
 from sglang_hs_capture.store.shard import ShardLayout
 from sglang_hs_capture.store.shard_reader import ShardReader
 
@@ -124,12 +124,21 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
 
         Raises:
             StoreError: the dataset has none.
+            CorruptionError: the file is not what was written.
         """
         path = self.path / FINAL_NORM_FILE
         if not path.is_file():
             raise StoreError(f"{path}: the dataset was captured without the final norm's weight")
-        with safe_open(path, framework="pt") as file:
-            return file.get_tensor("weight"), float(file.metadata()["eps"])
+        try:
+            with safe_open(path, framework="pt") as file:
+                weight, eps = file.get_tensor("weight"), float(file.metadata()["eps"])
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise CorruptionError(f"{path}: not the final norm of a dataset ({error}); {RESTORE}") from None
+        if weight.shape != (self.info.hidden_size,):
+            raise CorruptionError(
+                f"{path}: expected a weight of {self.info.hidden_size} elements, got {list(weight.shape)}; {RESTORE}"
+            )
+        return weight, eps
 
     def read_input_ids(self, sample: SampleEntry) -> NDArray[np.int64]:
         """The tokens int64 [S] of a sample, checked at every part if ``check`` is set.

@@ -16,6 +16,21 @@ from sglang_hs_capture.errors import DiskFullError, StoreError
 Buffer = bytes | bytearray | memoryview
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_MAKE_ROOM = "free some space or choose another file system"
+_ALLOW = "let this user read and write there"
+_RAISE_FILES = "raise the limit of open files (ulimit -n)"
+# What to do about a failure, at the end of its message.
+_REMEDIES = {
+    errno.ENOSPC: _MAKE_ROOM,
+    errno.EDQUOT: _MAKE_ROOM,
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f), or lower --shard-gb",
+    errno.EROFS: "make the file system writable",
+    errno.EACCES: _ALLOW,
+    errno.EPERM: _ALLOW,
+    errno.EMFILE: _RAISE_FILES,
+    errno.ENFILE: _RAISE_FILES,
+}
+_SEE_LOG = "see what the system's log says of the disk"
 _SYNC_FILE_RANGE_WRITE = 2
 # Not in Python's ``os``, and not in every C library.
 _sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
@@ -23,7 +38,7 @@ _sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range",
 
 @contextmanager
 def io_errors(path: Path, action: str) -> Iterator[None]:
-    """Turn an ``OSError`` into this project's own, naming the file, what was being done to it, and the reason.
+    """Turn an ``OSError`` into this project's own, naming the file, what was being done to it, why, and what to do.
 
     Raises:
         DiskFullError: the file system or a quota is full.
@@ -33,10 +48,11 @@ def io_errors(path: Path, action: str) -> Iterator[None]:
         yield
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
-        message = f"{path}: could not {action}: {reason}; all acknowledged samples are safe"
-        if error.errno in _FULL:
-            raise DiskFullError(f"{message}; free some space or choose another file system, then run again") from error
-        raise StoreError(message) from error
+        remedy = _REMEDIES.get(error.errno or 0, _SEE_LOG)
+        kind = DiskFullError if error.errno in _FULL else StoreError
+        raise kind(
+            f"{path}: could not {action}: {reason}; all acknowledged samples are safe; {remedy}, then run again"
+        ) from error
 
 
 def open_file(path: Path, flags: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from sglang_hs_capture.errors import CorruptionError, StoreError
 from sglang_hs_capture.store import fs
 from sglang_hs_capture.store.schema import RESTORE
+from sglang_hs_capture.text import shown
 
 _SEAL = re.compile(rb',"crc":"([0-9a-f]{8})"\}')
 _SEAL_BYTES = len(b',"crc":"00000000"}')
@@ -39,7 +40,10 @@ def decode_line(line: bytes) -> dict[str, Any]:
         raise ValueError("the line does not end with a checksum")
     if int(seal[1], 16) != zlib.crc32(body):
         raise ValueError("the checksum is wrong")
-    record = json.loads(body + b"}")
+    try:
+        record = json.loads(body + b"}")
+    except RecursionError:
+        raise ValueError("the record is nested too deeply") from None
     if not isinstance(record, dict) or not isinstance(record.get("t"), str):
         raise ValueError("the record has no type")
     return record
@@ -57,6 +61,12 @@ def decode_or_raise(line: bytes, path: Path, number: int) -> dict[str, Any]:
         raise CorruptionError(f"{path}, line {number}: {error}; the file was damaged or edited: {RESTORE}") from None
 
 
+def malformed(path: Path | str, error: Exception, record: Mapping[str, Any]) -> CorruptionError:
+    """What to raise for a record that is sealed, and is none of its type or contradicts those before it."""
+    problem = f"{error!r}" if isinstance(error, KeyError) else str(error)
+    return CorruptionError(f"{path}: {problem} in the record {shown(record, 300)}; {RESTORE}")
+
+
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Each complete record with its line number, from 1; a torn last line, which has no newline, is passed over.
 
@@ -64,15 +74,22 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
     Raises:
         CorruptionError: a complete line is damaged.
+        StoreError: the file system refuses.
     """
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return
+    with fs.io_errors(path, "read"):
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:
+            return
     with file:
-        for number, line in enumerate(file, start=1):
-            if line.endswith(b"\n"):
-                yield number, decode_or_raise(line, path, number)
+        number = 0
+        while True:
+            with fs.io_errors(path, "read"):
+                line = file.readline()
+            if not line.endswith(b"\n"):
+                return
+            number += 1
+            yield number, decode_or_raise(line, path, number)
 
 
 def _complete_length(fd: int) -> int:
@@ -166,11 +183,21 @@ class JournalTail:
 
         Raises:
             CorruptionError: a complete line is damaged, or the file lost lines that were delivered.
+            StoreError: the file system refuses.
         """
+        with fs.io_errors(self.path, "read"):
+            data = self._new_bytes()
+        *lines, torn = data.split(b"\n")
+        records = [decode_or_raise(line, self.path, self._number + i) for i, line in enumerate(lines, start=1)]
+        self._number += len(lines)
+        self._offset += len(data) - len(torn)
+        return records
+
+    def _new_bytes(self) -> bytes:
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            return []
+            return b""
         try:
             size = os.fstat(fd).st_size
             if size < self._offset:
@@ -178,14 +205,9 @@ class JournalTail:
                     f"{self.path}: {self._offset - size} bytes that were read before are gone: the writer's disk "
                     "failed; see that it works, and run again"
                 )
-            data = self._read(fd, size - self._offset)
+            return self._read(fd, size - self._offset)
         finally:
             os.close(fd)
-        *lines, torn = data.split(b"\n")
-        records = [decode_or_raise(line, self.path, self._number + i) for i, line in enumerate(lines, start=1)]
-        self._number += len(lines)
-        self._offset += len(data) - len(torn)
-        return records
 
     def _read(self, fd: int, size: int) -> bytes:
         parts = []

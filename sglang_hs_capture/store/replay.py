@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_hs_capture.errors import CorruptionError, StoreError
-from sglang_hs_capture.store.journal import read_records
-from sglang_hs_capture.store.schema import RESTORE, VERSION, FailureRecord, RowsRecord, SampleRecord, ShardRecord
+from sglang_hs_capture.errors import StoreError
+from sglang_hs_capture.store.journal import malformed, read_records
+from sglang_hs_capture.store.schema import VERSION, FailureRecord, RowsRecord, SampleRecord, ShardRecord, count_of
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Replay:
         """
         match raw["t"]:
             case "journal":
-                if raw["version"] > VERSION:
+                if count_of(raw, "version") > VERSION:
                     raise StoreError(
                         f"the journal of {self.writer} has version {raw['version']}, "
                         f"this release reads up to {VERSION}; upgrade"
@@ -54,7 +54,7 @@ class Replay:
             case "rows":
                 self._rows(RowsRecord.from_json(raw))
             case "finished":
-                state = self._shard(raw["shard"])
+                state = self._shard(count_of(raw, "shard"))
                 _require(state.rows == raw["rows"], f"the shard has {state.rows} rows")
                 state.finished = True
             case "sample":
@@ -121,6 +121,5 @@ def replay_journal(directory: Path, writer: str, *, keep_samples: bool = True) -
         try:
             replay.apply(raw)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            problem = f"{error!r}" if isinstance(error, KeyError) else str(error)
-            raise CorruptionError(f"{path}, line {number}: {problem} in the record {raw}; {RESTORE}") from None
+            raise malformed(f"{path}, line {number}", error, raw) from None
     return replay

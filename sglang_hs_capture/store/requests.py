@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_hs_capture.errors import CorruptionError
-from sglang_hs_capture.store.journal import JournalFile, read_records
+from sglang_hs_capture.store.journal import JournalFile, malformed, read_records
 from sglang_hs_capture.store.lock import FileLock
-from sglang_hs_capture.store.schema import RESTORE, to_hex
+from sglang_hs_capture.store.schema import count_of, hash_of, text_of, to_hex
+from sglang_hs_capture.text import shown
 
 LEDGER_FILE = "requests.jsonl"
 
@@ -52,11 +52,13 @@ class RequestRecord:
         Raises:
             KeyError, TypeError, ValueError: it is malformed.
         """
-        mask = tuple(int(run) for run in raw["loss_mask"])
-        length = int(raw["length"])
-        if sum(mask) != length or min(mask, default=0) < 0:
+        mask, length = tuple(raw["loss_mask"]), count_of(raw, "length")
+        if not all(type(run) is int and run >= 0 for run in mask):
+            raise ValueError(f"loss_mask: expected whole numbers from 0 up, got {shown(raw['loss_mask'])}")
+        if sum(mask) != length:
             raise ValueError(f"the loss mask covers {sum(mask)} tokens of {length}")
-        return cls(raw["id"], raw["key"], length, int(raw["end_hash"], 16), mask, raw["source"])
+        id, key, source = text_of(raw, "id"), text_of(raw, "key"), text_of(raw, "source")
+        return cls(id, key, length, hash_of(raw, "end_hash"), mask, source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class DroppedRecord:
         Raises:
             KeyError, TypeError, ValueError: it is malformed.
         """
-        return cls(raw["id"], raw["source"], raw["reason"])
+        return cls(text_of(raw, "id"), text_of(raw, "source"), text_of(raw, "reason"))
 
 
 @dataclass
@@ -116,7 +118,7 @@ def load_requests(directory: Path) -> Requests:
             elif raw["t"] == "dropped":
                 result.add(DroppedRecord.from_json(raw))
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptionError(f"{path}, line {number}: {error!r} in the record {raw}; {RESTORE}") from None
+            raise malformed(f"{path}, line {number}", error, raw) from None
     return result
 
 

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from sglang_hs_capture.errors import CorruptionError, StoreError
 from sglang_hs_capture.layers import CONVENTION
+from sglang_hs_capture.text import shown
 
 FORMAT = "sglang-hs-capture"
 VERSION = 1
@@ -24,6 +25,10 @@ DTYPE_OF_SAFETENSORS = {theirs: ours for ours, theirs in SAFETENSORS_DTYPE.items
 
 _IDENTITY = ("boundaries", "columns", "num_layers", "hidden_size", "dtype", "config_hash")
 _RID = re.compile(r"(?P<prefix>.*)(?P<key>[0-9a-f]{24})-(?P<attempt>[0-9]+)-(?P<end_hash>[0-9a-f]{16})", re.DOTALL)
+_HASH = re.compile(r"[0-9a-f]{1,16}")
+# More rows or bytes than any file has.
+_MOST = 2**62
+_MOST_ELEMENTS = 2**31
 _WRITER = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
@@ -101,7 +106,7 @@ class DatasetInfo:
         """Read the object of ``dataset.json``.
 
         Raises:
-            CorruptionError: a field is missing.
+            CorruptionError: a field is missing, or not of its type.
             StoreError: it is of another format, or of a newer version than this release reads.
         """
         check_version(raw, where)
@@ -109,7 +114,59 @@ class DatasetInfo:
         missing = [name for name in names if name not in raw]
         if missing:
             raise CorruptionError(f"{where}: the fields {', '.join(missing)} are missing; {RESTORE}")
+        if wrong := _ill_typed(raw):
+            raise CorruptionError(f"{where}: {wrong} cannot be {shown(raw[wrong])}; {RESTORE}")
         return cls(**{name: raw[name] for name in names})
+
+
+_TEXT_FIELDS = ("dtype", "model_path", "architecture", "config_hash", "created_at", "sglang_version", "convention")
+
+
+def _ill_typed(raw: Mapping[str, Any]) -> str:
+    """Which field of ``dataset.json`` is not of its type; empty if all are."""
+    right = {name: isinstance(raw[name], str) for name in _TEXT_FIELDS}
+    right |= {name: type(raw[name]) is int and 0 < raw[name] < _MOST_ELEMENTS for name in ("num_layers", "hidden_size")}
+    right["final_norm_eps"] = type(raw["final_norm_eps"]) in (int, float)
+    for name, kind in (("boundaries", int), ("columns", str)):
+        right[name] = isinstance(raw[name], list | tuple) and all(type(value) is kind for value in raw[name])
+    right["columns"] = right["columns"] and len(set(raw["columns"])) == len(raw["columns"])
+    return next((name for name, fits in right.items() if not fits), "")
+
+
+def count_of(raw: Mapping[str, Any], name: str) -> int:
+    """A record's number of things, or the place of one.
+
+    Raises:
+        KeyError, ValueError: there is none.
+    """
+    value = raw[name]
+    if type(value) is not int or not 0 <= value < _MOST:
+        raise ValueError(f"{name}: expected a whole number from 0 up, got {shown(value)}")
+    return value
+
+
+def text_of(raw: Mapping[str, Any], name: str) -> str:
+    """A record's text, which may be any.
+
+    Raises:
+        KeyError, ValueError: there is none.
+    """
+    value = raw[name]
+    if not isinstance(value, str):
+        raise ValueError(f"{name}: expected a text, got {shown(value)}")
+    return value
+
+
+def hash_of(raw: Mapping[str, Any], name: str) -> int:
+    """A record's hash or checksum.
+
+    Raises:
+        KeyError, ValueError: there is none.
+    """
+    value = raw[name]
+    if not isinstance(value, str) or not _HASH.fullmatch(value):
+        raise ValueError(f"{name}: expected hexadecimal digits, 16 at most, got {shown(value)}")
+    return int(value, 16)
 
 
 def _plain(value: Any) -> Any:
@@ -123,7 +180,7 @@ def check_version(raw: Mapping[str, Any], where: str) -> None:
         StoreError: as said.
     """
     if raw.get("format") != FORMAT or not isinstance(raw.get("version"), int):
-        raise StoreError(f"{where}: expected the format {FORMAT!r} with a version; got {raw.get('format')!r}")
+        raise StoreError(f"{where}: expected the format {FORMAT!r} with a version; got {shown(raw.get('format'))}")
     if raw["version"] > VERSION:
         raise StoreError(
             f"{where}: written in version {raw['version']} of the format, this release reads up to {VERSION}; upgrade"
@@ -149,7 +206,12 @@ class ShardRecord:
         Raises:
             KeyError, TypeError, ValueError: it is malformed.
         """
-        return cls(int(raw["shard"]), int(raw["data_offset"]), tuple(raw["columns"]))
+        columns = raw["columns"]
+        if not isinstance(columns, list) or not columns or not all(isinstance(name, str) for name in columns):
+            raise ValueError(f"columns: expected a list of names, got {shown(columns)}")
+        if len(set(columns)) < len(columns):
+            raise ValueError(f"columns: expected each once, got {shown(columns)}")
+        return cls(count_of(raw, "shard"), count_of(raw, "data_offset"), tuple(columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +241,8 @@ class RowsRecord:
         Raises:
             KeyError, TypeError, ValueError: it is malformed.
         """
-        scales = int(raw["scales_xxh3"], 16) if "scales_xxh3" in raw else None
-        return cls(int(raw["shard"]), int(raw["start"]), int(raw["count"]), int(raw["xxh3"], 16), scales)
+        scales = hash_of(raw, "scales_xxh3") if "scales_xxh3" in raw else None
+        return cls(count_of(raw, "shard"), count_of(raw, "start"), count_of(raw, "count"), hash_of(raw, "xxh3"), scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +273,11 @@ class SampleRecord:
         Raises:
             KeyError, TypeError, ValueError: it is malformed.
         """
-        extents = tuple(Extent(int(shard), int(start), int(count)) for shard, start, count in raw["extents"])
-        return cls(raw["rid"], int(raw["length"]), extents, int(raw["end_hash"], 16), raw["session"])
+        extents = tuple(Extent(shard, start, count) for shard, start, count in raw["extents"])
+        if not all(type(number) is int and number >= 0 for extent in extents for number in extent):
+            raise ValueError(f"extents: expected whole numbers from 0 up, got {shown(raw['extents'])}")
+        length, end_hash = count_of(raw, "length"), hash_of(raw, "end_hash")
+        return cls(text_of(raw, "rid"), length, extents, end_hash, text_of(raw, "session"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +299,7 @@ class FailureRecord:
         Raises:
             KeyError, TypeError, ValueError: it is malformed.
         """
-        return cls(raw["rid"], raw["reason"], raw["detail"])
+        return cls(text_of(raw, "rid"), text_of(raw, "reason"), text_of(raw, "detail"))
 
 
 def to_hex(value: int) -> str:

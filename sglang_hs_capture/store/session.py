@@ -12,9 +12,21 @@ from sglang_hs_capture.errors import CorruptionError
 from sglang_hs_capture.store import fs
 from sglang_hs_capture.store.jsonfile import read_object, write_object
 from sglang_hs_capture.store.schema import FORMAT, VERSION, check_version, check_writer
+from sglang_hs_capture.text import shown
 
 State = Literal["starting", "ready", "stopped", "refused", "closed"]
 _REMEDY = "it can be removed while nothing captures"
+
+
+# The types of the fields that are no text.
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("pid", "context_length", "max_prompt_tokens", "chunked_prefill_size"), int),
+    **dict.fromkeys(("error", "error_kind"), (str, type(None))),
+    **dict.fromkeys(("model", "draft_ids", "counters"), dict),
+    "columns": list,
+    "prefix_cache": bool,
+}
+_MOST = 2**63
 
 
 def utc_now() -> str:
@@ -93,7 +105,7 @@ class SessionRecord:
         """Read the object on disk; fields that this release does not know are passed over.
 
         Raises:
-            CorruptionError: who captures, or in which state, is missing.
+            CorruptionError: who captures, or in which state, is missing, or a field is not of its type.
         """
         check_version(raw, where)
         missing = [name for name in ("writer", "session_id", "pid", "host", "state") if name not in raw]
@@ -101,6 +113,11 @@ class SessionRecord:
             raise CorruptionError(f"{where}: the fields {', '.join(missing)} are missing; {_REMEDY}")
         values = {f.name: raw[f.name] for f in fields(cls) if f.name in raw}
         counters = raw.get("counters", {})
+        for name, value in values.items():
+            if not isinstance(value, _KINDS.get(name, str)):
+                raise CorruptionError(f"{where}: {name} cannot be {shown(value)}; {_REMEDY}")
+        if not all(isinstance(value, int | float) and 0 <= value < _MOST for value in counters.values()):
+            raise CorruptionError(f"{where}: the counters cannot be {shown(counters)}; {_REMEDY}")
         values["counters"] = Counters(**{f.name: counters[f.name] for f in fields(Counters) if f.name in counters})
         return cls(**values)
 

@@ -14,6 +14,7 @@ from sglang_hs_capture.errors import CorruptionError
 from sglang_hs_capture.store import fs
 from sglang_hs_capture.store.schema import RESTORE
 from sglang_hs_capture.store.shard import TOKEN_TENSORS, ShardLayout, ShardPaths
+from sglang_hs_capture.text import shown
 
 _MAX_HEADER = 100_000_000
 
@@ -35,14 +36,17 @@ def finished_rows(path: Path, layout: ShardLayout) -> int:
             )
         try:
             header = json.loads(file.read(length))
-            rows = int(header["input_ids"]["shape"][0])
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+            rows = header["input_ids"]["shape"][0]
+            if type(rows) is not int or not 0 <= rows < 2**62:
+                raise ValueError(f"there cannot be {shown(rows)} rows")
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             raise CorruptionError(f"{path}: the header is damaged ({error!r}); {RESTORE}") from None
     for name, tensor in layout.tensors(rows).items():
         entry = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [tensor.begin, tensor.end]}
         if header.get(name) != entry:
             raise CorruptionError(
-                f"{path}: expected the tensor {name} as {entry}; the header has {header.get(name)}; {RESTORE}"
+                f"{path}: expected the tensor {name} as {entry}; the header has {shown(header.get(name), 300)}; "
+                f"{RESTORE}"
             )
     if size != layout.file_size(rows):
         raise CorruptionError(
@@ -70,11 +74,12 @@ class ShardReader:
             )
 
     def _open_finished(self, rows: int) -> bool:
-        try:
-            self.rows = finished_rows(self.paths.finished, self.layout)
-            self._fds = [fs.open_file(self.paths.finished, os.O_RDONLY)]
-        except FileNotFoundError:
-            return False
+        with fs.io_errors(self.paths.finished, "read"):
+            try:
+                self.rows = finished_rows(self.paths.finished, self.layout)
+                self._fds = [fs.open_file(self.paths.finished, os.O_RDONLY)]
+            except FileNotFoundError:
+                return False
         if self.rows < rows:
             raise CorruptionError(
                 f"{self.paths.finished}: expected {rows} rows or more; the file has {self.rows}; {RESTORE}"
@@ -83,12 +88,13 @@ class ShardReader:
 
     def _open_partial(self, rows: int) -> bool:
         self.rows = rows
-        try:
-            self._fds.append(fs.open_file(self.paths.partial, os.O_RDONLY))
-            self._fds.append(fs.open_file(self.paths.tokens, os.O_RDONLY))
-        except FileNotFoundError:
-            self.close()
-            return False
+        with fs.io_errors(self.paths.partial, "read"):
+            try:
+                self._fds.append(fs.open_file(self.paths.partial, os.O_RDONLY))
+                self._fds.append(fs.open_file(self.paths.tokens, os.O_RDONLY))
+            except FileNotFoundError:
+                self.close()
+                return False
         ends = (self.layout.data_end(rows), rows * self.layout.token_dtype.itemsize)
         for path, fd, end in zip((self.paths.partial, self.paths.tokens), self._fds, ends, strict=True):
             size = os.fstat(fd).st_size

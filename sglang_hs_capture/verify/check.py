@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from sglang_hs_capture.errors import CorruptionError, StoreError
+from sglang_hs_capture.errors import StoreError
 from sglang_hs_capture.store.elements import to_float32
 from sglang_hs_capture.store.identity import DATASET_FILE, FINAL_NORM_FILE, SHARD_FOLDER, read_info
 from sglang_hs_capture.store.index import SampleEntry
 from sglang_hs_capture.store.known_answers import KNOWN_ANSWERS_FILE
 from sglang_hs_capture.store.replay import ShardState, journal_writers
-from sglang_hs_capture.store.schema import DTYPE_OF_SAFETENSORS, RESTORE, DatasetInfo, RowsRecord, check_writer
+from sglang_hs_capture.store.schema import DTYPE_OF_SAFETENSORS, DatasetInfo, RowsRecord, check_writer
 from sglang_hs_capture.store.session import is_running, read_session
 from sglang_hs_capture.store.shard import ShardLayout, ShardPaths
 from sglang_hs_capture.verify.findings import Finding, Findings
@@ -193,15 +193,12 @@ class _Check:
     def _read_info(self) -> DatasetInfo:
         """``dataset.json``, or what a finished shard repeats of it where that file is damaged."""
         try:
-            info = read_info(self._directory)
-            if problem := _ill_typed(info):
-                raise CorruptionError(f"{self._directory / DATASET_FILE}: {problem}; {RESTORE}")
-            return info
-        except (StoreError, TypeError) as error:
+            return read_info(self._directory)
+        except StoreError as error:
             if not (self._directory / DATASET_FILE).exists() and not (self._directory / SHARD_FOLDER).is_dir():
                 raise
             found = next(filter(None, map(info_of_header, self._finished_files())), None)
-            if found is None or _ill_typed(found):
+            if found is None:
                 raise
             self._findings.add(Finding("dataset-file", str(error), DATASET_FILE))
             return found
@@ -390,20 +387,6 @@ class _Check:
             column,
         )
         self._findings.add(finding, affected)
-
-
-def _ill_typed(info: DatasetInfo) -> str:
-    """Which field is not of its type; empty if all are."""
-    texts = ("dtype", "model_path", "architecture", "config_hash", "created_at", "sglang_version", "convention")
-    kinds: dict[str, type | tuple[type, ...]] = dict.fromkeys(texts, str)
-    kinds |= {"num_layers": int, "hidden_size": int, "final_norm_eps": (int, float)}
-    for name, kind in kinds.items():
-        if not isinstance(getattr(info, name), kind):
-            return f"{name} cannot be {getattr(info, name)!r}"
-    for name, kind in (("boundaries", int), ("columns", str)):
-        if not all(isinstance(value, kind) for value in getattr(info, name)):
-            return f"{name} cannot be {getattr(info, name)!r}"
-    return ""
 
 
 def _outlier_text(extreme: Extreme, median: float) -> str:

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from sglang_hs_capture.store.schema import RESTORE
+from sglang_hs_capture.text import printable
 
 KEPT_PER_KIND = 100
 
@@ -123,11 +124,6 @@ class Finding:
         places += [f"position {self.position}"] if self.position is not None else []
         places += [self.column] if self.column is not None else []
         return printable(f"{', '.join(places)}: {self.what}" if places else self.what)
-
-
-def printable(text: str) -> str:
-    """A text in one line that no terminal obeys: names and reasons come from files that anybody may have written."""
-    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
 
 
 class Findings:

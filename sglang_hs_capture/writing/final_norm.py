@@ -52,7 +52,7 @@ def _check(path: Path, stored: bytes, weight: np.ndarray, eps: float) -> None:
         (entry,) = [value for name, value in safetensors.deserialize(stored) if name == "weight"]
         header = json.loads(stored[8 : 8 + int.from_bytes(stored[:8], "little")])
         old, old_eps = _as_float32(entry["dtype"], bytes(entry["data"])), json.loads(header["__metadata__"]["eps"])
-    except (safetensors.SafetensorError, ValueError, KeyError) as error:
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptionError(f"{path}: not the final norm of a dataset ({error}); restore it, or remove it") from None
     if old.shape != weight.shape or not np.array_equal(old, weight) or old_eps != eps:
         raise DatasetMismatchError(

@@ -12,6 +12,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 if not Path("/dev/nvidia0").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# A busy machine is no reason for a test to fail.
-settings.register_profile("unhurried", deadline=None)
+# A busy machine is no reason for a test to fail. `make fuzz` asks for more examples.
+settings.register_profile("unhurried", deadline=None, max_examples=int(os.environ.get("HS_CAPTURE_FUZZ", "100")))
 settings.load_profile("unhurried")

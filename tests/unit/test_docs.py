@@ -66,7 +66,11 @@ def test_links_lead_somewhere(name):
             assert anchor in anchors(page.read_text(encoding="utf-8")), f"{name} links to {target}"
 
 
-@pytest.mark.parametrize("name", [name for name in TEXTS if name != "docs/format.md"])  # its tables hold whole records
+# Their tables hold whole records, names and messages.
+WIDE = {"docs/format.md", "docs/compat.md", "docs/reliability.md"}
+
+
+@pytest.mark.parametrize("name", sorted(TEXTS.keys() - WIDE))
 def test_lines_are_short(name):
     assert [line for line in TEXTS[name].splitlines() if len(line) > 120] == []
 

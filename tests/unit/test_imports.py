@@ -15,7 +15,7 @@ ROOT = Path(sglang_hs_capture.__file__).parent
 
 # A part may import from itself and from those of earlier lines, at any depth of nesting.
 ORDER = (
-    {"errors"},
+    {"errors", "text"},
     {"layers", "float8"},
     {"config"},
     {"model_config"},

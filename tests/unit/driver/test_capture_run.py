@@ -115,6 +115,26 @@ def test_the_progress_shows_what_the_writers_count(tmp_path):
     assert (last.done, last.rows, last.bytes, last.blocked_s, last.disk_wait_s) == (12, 60, 960, 0.25, 0.5)
 
 
+def test_a_server_that_dies_in_the_middle_is_told_with_what_to_do(tmp_path):
+    class Dying(RunningServers):
+        """Dies when some of its samples are acknowledged."""
+
+        def check_alive(self) -> None:
+            if len(ids(tmp_path)) >= 3:
+                raise EngineError("the server was killed by SIGKILL")
+
+    async def main() -> Summary:
+        # The fourth sample never comes, so that the run is there to see the server die.
+        async with FakeServer(tmp_path, lambda number, rid: "ok" if number < 3 else "silent") as server:
+            target = Dying([server.url], tmp_path, lambda info: [], None, 2.0)
+            patient = RunSettings(tmp_path, delivery=replace(FAST, ack_timeout_s=20.0))
+            return await asyncio.wait_for(CaptureRun(target, samples(), patient, Lines()).run(), 20)
+
+    summary = asyncio.run(main())
+    expected = "the server was killed by SIGKILL; all acknowledged samples are safe, run again to go on"
+    assert (summary.exit_code, summary.ended) == (6, expected)
+
+
 def test_a_second_run_has_nothing_to_do_and_asks_no_server(tmp_path):
     run(tmp_path, samples())
     summary, server, _ = run(tmp_path, samples())
