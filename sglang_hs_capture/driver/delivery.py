@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sglang_hs_capture.driver.client import RefusedError, RetryableError, ServerClient
 from sglang_hs_capture.driver.feed import Job
-from sglang_hs_capture.driver.pool import ServerPool
+from sglang_hs_capture.driver.pool import MovedError, ServerPool
 from sglang_hs_capture.errors import EngineError
 from sglang_hs_capture.store.requests import RequestRecord
 from sglang_hs_capture.store.schema import FailureRecord, SampleRecord, make_rid, parse_rid
@@ -40,8 +41,11 @@ class _Pending:
 
     record: RequestRecord
     rid: str
-    attempt: int
     verdict: asyncio.Future[str]
+
+    @property
+    def acknowledged(self) -> bool:
+        return self.verdict.done() and not self.verdict.cancelled() and not self.verdict.result()
 
     def settle(self, verdict: str) -> bool:
         if self.verdict.done():
@@ -53,8 +57,8 @@ class _Pending:
 class Delivery:
     """Sends samples to servers, each as often as it needs, and matches the journals' records with them."""
 
-    def __init__(self, client: ServerClient | ServerPool, rid_prefix: str, settings: DeliverySettings) -> None:
-        self._client = client
+    def __init__(self, pool: ServerPool, rid_prefix: str, settings: DeliverySettings) -> None:
+        self._pool = pool
         self._rid_prefix = rid_prefix
         self._settings = settings
         self._pending: dict[str, _Pending] = {}
@@ -85,7 +89,7 @@ class Delivery:
         return None
 
     async def deliver(self, job: Job, computed: asyncio.Event | None = None) -> None:
-        """Send a sample until it is acknowledged.
+        """Send a sample until it is acknowledged. That it is moved to another server does not count as a failure.
 
         Args:
             job: the sample.
@@ -96,51 +100,62 @@ class Delivery:
             DroppedError: all attempts failed.
             EngineError: the server cannot be reached any more.
         """
-        reason = ""
-        for attempt in range(self._settings.attempts):
-            if attempt:
-                self.resent += 1
-                await asyncio.sleep(RESEND_PAUSE_S)
-            with self._watching(job, attempt) as pending:
-                reason = await self._attempt(job, pending, computed)
+        failures = 0
+        for number in itertools.count():
+            self.resent += number > 0
+            with self._watching(job, number) as pending:
+                try:
+                    # Rows that could not be found or proven in the cache are computed anew.
+                    reason = await self._attempt(job, pending, computed, bypass_cache=failures > 0)
+                except MovedError:
+                    if pending.acknowledged:
+                        return
+                    continue
             if not reason:
                 return
-        raise DroppedError(f"not captured in {self._settings.attempts} attempts; the last one: {reason}")
+            failures += 1
+            if failures == self._settings.attempts:
+                raise DroppedError(f"not captured in {failures} attempts; the last one: {reason}")
+            await asyncio.sleep(RESEND_PAUSE_S)
 
     @contextlib.contextmanager
-    def _watching(self, job: Job, attempt: int) -> Iterator[_Pending]:
-        rid = make_rid(self._rid_prefix, job.record.key, attempt, job.record.end_hash)
-        pending = _Pending(job.record, rid, attempt, asyncio.get_running_loop().create_future())
+    def _watching(self, job: Job, number: int) -> Iterator[_Pending]:
+        rid = make_rid(self._rid_prefix, job.record.key, number, job.record.end_hash)
+        pending = _Pending(job.record, rid, asyncio.get_running_loop().create_future())
         self._pending[job.record.key] = pending
         try:
             yield pending
         finally:
             del self._pending[job.record.key]
 
-    async def _attempt(self, job: Job, pending: _Pending, computed: asyncio.Event | None) -> str:
+    async def _attempt(self, job: Job, pending: _Pending, computed: asyncio.Event | None, *, bypass_cache: bool) -> str:
         """One attempt: "" when the sample is acknowledged, the reason when it is not."""
+        input_ids = job.input_ids.tolist()
+
+        async def send(client: ServerClient) -> str:
+            await client.prefill(pending.rid, input_ids, bypass_cache=bypass_cache)
+            if computed is not None:
+                computed.set()
+            try:
+                return await asyncio.wait_for(pending.verdict, self._settings.ack_timeout_s)
+            except TimeoutError:
+                return f"no acknowledgement within {self._settings.ack_timeout_s:g} s of the server's reply"
+
         try:
-            # Rows that could not be found or proven in the cache are computed anew.
-            await self._client.prefill(pending.rid, job.input_ids.tolist(), bypass_cache=pending.attempt > 0)
+            return await self._pool.serve(input_ids, send)
         except (RefusedError, RetryableError, ConnectionError) as error:
-            if pending.verdict.done() and not pending.verdict.result():
+            if pending.acknowledged:
                 return ""  # the reply was lost, the states were not
             if isinstance(error, RefusedError):
                 raise
             if isinstance(error, ConnectionError):
                 await self._reconnect(error)
             return str(error)
-        if computed is not None:
-            computed.set()
-        try:
-            return await asyncio.wait_for(pending.verdict, self._settings.ack_timeout_s)
-        except TimeoutError:
-            return f"no acknowledgement within {self._settings.ack_timeout_s:g} s of the server's reply"
 
     async def _reconnect(self, error: ConnectionError) -> None:
         # One request asks for all: the others find the server healthy, or the run is over.
         async with self._reconnecting:
-            if not await self._client.wait_healthy(self._settings.grace_s):
+            if not await self._pool.wait_healthy(self._settings.grace_s):
                 raise EngineError(
                     f"lost the server ({error}) and it did not come back within {self._settings.grace_s:g} s; all "
                     "acknowledged samples are safe, run again to go on"

@@ -105,7 +105,7 @@ class CaptureRun:
         limits = [record.max_prompt_tokens for record in sessions if record.max_prompt_tokens]
         if limits:
             intake.limit_prompts(min(limits))
-        delivery = Delivery(self._target.client, sessions[0].rid_prefix, self._settings.delivery)
+        delivery = Delivery(self._target.pool, sessions[0].rid_prefix, self._settings.delivery)
         watch = SessionWatch(self._settings.output, sessions)
         pump = Pump(
             intake=intake,

@@ -19,6 +19,8 @@ from sglang_hs_capture.store.schema import DatasetInfo
 from sglang_hs_capture.store.session import Counters, SessionRecord, write_session
 from sglang_hs_capture.store.writer import StoreWriter
 
+SLOW_S = 0.3
+
 INFO = DatasetInfo(
     boundaries=(1,),
     columns=("boundary:1", "final:pre_norm"),
@@ -48,7 +50,7 @@ class FakeServer:
     ``behave`` gets each request's number and rid, and says what happens to it: ``ok``, ``mismatch`` (states of other
     tokens are stored), ``failed`` (the journal says so), ``silent`` (never acknowledged), ``refuse`` (HTTP 400),
     ``error`` (HTTP 500), ``busy`` (HTTP 503), ``cut`` (the connection breaks), ``late`` (acknowledged when the next
-    request comes).
+    request comes), ``slow`` (``ok`` after a while).
     """
 
     def __init__(
@@ -116,11 +118,19 @@ class FakeServer:
         self.record.state, self.record.error, self.record.error_kind = "stopped", reason, kind
         write_session(self.directory, self.record)
 
+    def start_anew(self) -> None:
+        """Say in the session record that another process captures here now."""
+        self.record.session_id = f"{int(self.record.session_id, 16) + 1:032x}"
+        self.record.state, self.record.error, self.record.error_kind = "ready", None, None
+        self.record.counters = Counters()
+        write_session(self.directory, self.record)
+
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()
 
     async def _info(self, _: web.Request) -> web.Response:
-        overrides = {"hs_capture": {"output_dir": str(self.directory)}}
+        replica = int(self.record.writer.removeprefix("dp").partition("-")[0])
+        overrides = {"hs_capture": {"output_dir": str(self.directory), "replica": replica}}
         return web.json_response({"json_model_override_args": json.dumps(overrides)})
 
     async def _generate(self, request: web.Request) -> web.Response:
@@ -129,6 +139,8 @@ class FakeServer:
         number = len(self.requests)
         self.requests.append(rid)
         action = self.behave(number, rid)
+        if action == "slow":
+            await asyncio.sleep(SLOW_S)
         for late_rid, late_ids in self._late:
             self.capture(late_rid, late_ids)
         self._late.clear()
@@ -145,8 +157,8 @@ class FakeServer:
         if action == "failed":
             self.store.add_failure(rid, "non_finite", "state 0 at position 3")
             self.store.commit()
-        if action in {"ok", "mismatch"}:
-            self.capture(rid, ids if action == "ok" else [*ids[:-1], ids[-1] + 1])
+        if action in {"ok", "slow", "mismatch"}:
+            self.capture(rid, ids if action != "mismatch" else [*ids[:-1], ids[-1] + 1])
         await asyncio.sleep(0)
         return web.json_response({"output_ids": [], "meta_info": {"prompt_tokens": len(ids)}})
 
