@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import typer
 
 from sglang_hs_capture import __version__
-from sglang_hs_capture.cli import demo, doctor, inspect, prepare, run, serve, verify
+from sglang_hs_capture.cli import demo, doctor, inspect, merge, prepare, run, serve, verify
 from sglang_hs_capture.errors import HsCaptureError
 
 DEBUG_VARIABLE = "HS_CAPTURE_DEBUG"
@@ -27,6 +27,7 @@ app.command()(serve.serve)
 app.command()(prepare.prepare)
 app.command()(inspect.inspect)
 app.command()(verify.verify)
+app.command()(merge.merge)
 app.command()(demo.demo)
 app.command()(doctor.doctor)
 

@@ -16,6 +16,8 @@ from sglang_hs_capture.errors import DiskFullError, StoreError
 Buffer = bytes | bytearray | memoryview
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+# Another file system, one without links, links forbidden, too many of them.
+_NO_LINK = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EMLINK)
 _SYNC_FILE_RANGE_WRITE = 2
 # Not in Python's ``os``, and not in every C library.
 _sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
@@ -110,6 +112,17 @@ def rename(old: Path, new: Path) -> None:
     """Rename a file within its folder, durably."""
     os.rename(old, new)
     fsync_dir(new.parent)
+
+
+def link(old: Path, new: Path) -> bool:
+    """Give a file a second name, not durable until the folder is; False where the file system cannot."""
+    try:
+        os.link(old, new)
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        return False
+    return True
 
 
 def remove(path: Path) -> None:
