@@ -15,12 +15,13 @@ from sglang_hs_capture.driver.progress import make_view
 from sglang_hs_capture.driver.pump import PumpSettings
 from sglang_hs_capture.driver.run import RunSettings
 from sglang_hs_capture.driver.source import Source, count_lines, parse_template_kwargs
-from sglang_hs_capture.driver.start import Wanted, run_on_own_server, run_on_running_servers, served_model
+from sglang_hs_capture.driver.start import Wanted, run_on_own_server, run_on_ray, run_on_running_servers, served_model
 from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.errors import ConfigError
 
 TRUST_FLAG = "--trust-remote-code"
 # What only a server that this command starts can be told.
+RAY_ONLY = ("ray_address", "ray_engines", "ray_nodes", "ray_resources")
 OWN_SERVER_ONLY = ("rid_prefix", "ring_gb", "shard_gb", "min_free_gb", "replica", "device", "start_timeout")
 
 
@@ -64,6 +65,23 @@ def run(
     ] = DeliverySettings.attempts,
     device: options.DeviceOption = Device.AUTO,
     start_timeout: Annotated[float, typer.Option(min=1, help="Seconds the server may take to start.")] = 7200.0,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Start engines on a Ray cluster; --output lies where all its nodes see it.")
+    ] = False,
+    ray_address: Annotated[
+        str, typer.Option(help="The cluster's address; auto for the one that this machine belongs to.")
+    ] = "auto",
+    ray_engines: Annotated[
+        str, typer.Option(metavar="N|auto", help="How many engines; auto for as many as there is room for.")
+    ] = "auto",
+    ray_nodes: Annotated[int, typer.Option(min=1, help="Nodes of one engine.")] = 1,
+    ray_resources: Annotated[
+        str | None,
+        typer.Option(
+            help='What Ray sets aside on each node of an engine, as a JSON object such as {"GPU": 8}.',
+            show_default="a GPU for each rank that SGLang's flags ask for; on the CPU platform a CPU",
+        ),
+    ] = None,
     json_summary: Annotated[Path | None, typer.Option(help="Write the summary to this file as well.")] = None,
 ) -> None:
     """Capture hidden states of conversations.
@@ -90,6 +108,10 @@ def run(
         template_kwargs=parse_template_kwargs(chat_template_kwargs),
         trust_remote_code=trust_remote_code,
     )
+    if not ray:
+        _refuse_given(ctx, RAY_ONLY, "is for --ray")
+    if server and ray:
+        raise ConfigError("--server and --ray: servers are running already, or are started on Ray; leave one out")
     if server:
         if sglang_args:
             raise ConfigError("flags after '--' are for a server that this command starts; with --server there is none")
@@ -112,17 +134,33 @@ def run(
         if trust_remote_code and TRUST_FLAG not in sglang_args:
             sglang_args = [TRUST_FLAG, *sglang_args]
         with make_view(_total(data, limit)) as view:
-            summary = run_on_own_server(
-                model,
-                source,
-                config,
-                settings,
-                view,
-                sglang_args=sglang_args,
-                cpu=cpu,
-                notice=CPU_NOTICE if cpu and device is Device.AUTO else "",
-                start_timeout_s=start_timeout,
-            )
+            if ray:
+                summary = run_on_ray(
+                    model,
+                    source,
+                    config,
+                    settings,
+                    view,
+                    sglang_args=sglang_args,
+                    cpu=cpu,
+                    address=ray_address,
+                    engines=_engines(ray_engines),
+                    nodes=ray_nodes,
+                    resources=_resources(ray_resources),
+                    start_timeout_s=start_timeout,
+                )
+            else:
+                summary = run_on_own_server(
+                    model,
+                    source,
+                    config,
+                    settings,
+                    view,
+                    sglang_args=sglang_args,
+                    cpu=cpu,
+                    notice=CPU_NOTICE if cpu and device is Device.AUTO else "",
+                    start_timeout_s=start_timeout,
+                )
     report(summary, json_summary)
     raise typer.Exit(summary.exit_code)
 
@@ -144,6 +182,40 @@ def _urls(given: list[str]) -> list[str]:
     if not urls or any("://" not in url for url in urls):
         raise ConfigError(f"--server: expected URLs such as http://127.0.0.1:30000, got {urls}")
     return urls
+
+
+def _engines(text: str) -> int | None:
+    """The number of engines asked for; None for ``auto``.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if text == "auto":
+        return None
+    if not text.isdigit() or not int(text):
+        raise ConfigError(f"--ray-engines: expected a number of engines or auto; got {text!r}")
+    return int(text)
+
+
+def _resources(text: str | None) -> dict[str, float] | None:
+    """The resources given.
+
+    Raises:
+        ConfigError: they are no object of amounts.
+    """
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if (
+        not isinstance(found, dict)
+        or not found
+        or not all(isinstance(v, int | float) and v > 0 for v in found.values())
+    ):
+        raise ConfigError(f'--ray-resources: expected a JSON object of amounts such as {{"GPU": 8}}; got {text}')
+    return dict(found)
 
 
 def _refuse_given(ctx: typer.Context, names: tuple[str, ...], why: str) -> None:

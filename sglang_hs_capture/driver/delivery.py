@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sglang_hs_capture.driver.client import RefusedError, RetryableError, ServerClient
 from sglang_hs_capture.driver.feed import Job
-from sglang_hs_capture.driver.pool import MovedError, ServerPool
+from sglang_hs_capture.driver.pool import MovedError, NoServerError, ServerPool
 from sglang_hs_capture.errors import EngineError
 from sglang_hs_capture.store.requests import RequestRecord
 from sglang_hs_capture.store.schema import FailureRecord, SampleRecord, make_rid, parse_rid
@@ -150,6 +150,8 @@ class Delivery:
                 raise
             if isinstance(error, ConnectionError):
                 await self._reconnect(error)
+            if isinstance(error, NoServerError):
+                raise MovedError(str(error)) from None
             return str(error)
 
     async def _reconnect(self, error: ConnectionError) -> None:

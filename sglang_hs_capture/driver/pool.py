@@ -26,6 +26,10 @@ class MovedError(Exception):
     """The server that had this prompt is not to answer it any more: another one should; the text says why."""
 
 
+class NoServerError(ConnectionError):
+    """There is no server to send a prompt to at the moment."""
+
+
 class _Flight:
     """One prompt at one server, from its sending to its acknowledgement."""
 
@@ -144,7 +148,8 @@ class ServerPool:
 
         Raises:
             MovedError: another server should do it.
-            ConnectionError: there is no server, or the one chosen cannot be reached.
+            NoServerError: there is none.
+            ConnectionError: the one chosen cannot be reached.
             Exception: whatever ``work`` raised.
         """
         hashes = _block_hashes(input_ids)
@@ -171,11 +176,11 @@ class ServerPool:
         """Wait up to ``grace_s`` seconds for one of the servers that capture to be up."""
         deadline = asyncio.get_running_loop().time() + grace_s
         while True:
+            # Each time anew: meanwhile servers may be added.
             clients = [server.client for server in self.servers if server.stopped is None]
+            if clients and await wait_for_any(clients, 0):
+                return True
             left = deadline - asyncio.get_running_loop().time()
-            # Only a pool that others add servers to can be empty, so it is looked at again and again.
-            if clients:
-                return await wait_for_any(clients, left)
             if left <= 0:
                 return False
             await asyncio.sleep(min(RETRY_PAUSE_S, left))
@@ -223,7 +228,7 @@ class ServerPool:
         candidates = [server for server in self.servers if server.usable]
         candidates = candidates or [server for server in self.servers if server.stopped is None]
         if not candidates:
-            raise ConnectionError("no server is left")
+            raise NoServerError("no server is left")
         least = min(server.tokens for server in candidates)
         free = [server for server in candidates if server.tokens - least <= SLACK_TOKENS]
         return max(free, key=lambda server: (server.known(hashes), -server.tokens))

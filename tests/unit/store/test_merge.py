@@ -149,7 +149,7 @@ def test_a_sample_that_two_datasets_have_counts_once(tmp_path):
 
 def test_one_id_with_other_tokens_is_refused(tmp_path):
     first, second = make(tmp_path / "a", {"x": 1, "y": 2}), make(tmp_path / "b", {"x": 3})
-    with pytest.raises(DatasetMismatchError, match="'x' has other tokens in .*/a than in .*/b"):
+    with pytest.raises(DatasetMismatchError, match=r"'x' has other tokens in .*/a than in .*/b"):
         merge(tmp_path / "out", [first, second])
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
 
