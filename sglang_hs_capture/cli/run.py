@@ -56,7 +56,9 @@ def run(
     trust_remote_code: Annotated[
         bool, typer.Option(TRUST_FLAG, help="Let the model's tokenizer and config run code of their own.")
     ] = False,
-    max_in_flight: Annotated[int, typer.Option(min=1, help="Most prompts in flight.")] = PumpSettings.max_prompts,
+    max_in_flight: Annotated[
+        int, typer.Option(min=1, help="Most prompts in flight, for each server.")
+    ] = PumpSettings.max_prompts,
     ack_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds after the server's reply in which a sample must be on disk.")
     ] = DeliverySettings.ack_timeout_s,

@@ -148,5 +148,3 @@ class FakeCluster:
         task = asyncio.ensure_future(host.end())
         self._ends.add(task)
         task.add_done_callback(self._ends.discard)
-
-
