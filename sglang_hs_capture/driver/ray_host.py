@@ -84,6 +84,8 @@ class EngineHost:
             rank: this node's number.
         """
         request = self._request
+        # The other nodes listen as well, to be asked whether they are well, each at its own address.
+        host, port = (self._where, free_port()) if rank else (host, port)
         flags = ["--host", host, "--port", str(port)]
         if request.nodes > 1:
             flags += ["--nnodes", str(request.nodes), "--node-rank", str(rank), "--dist-init-addr", dist]

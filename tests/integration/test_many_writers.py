@@ -95,6 +95,27 @@ def test_stages_of_a_pipeline_store_their_own_columns_and_samples_are_whole(
     assert account["bytes"] == account["rows"] * 6 * 192 * 4
 
 
+def test_ranks_of_dp_attention_store_the_rows_of_their_own_requests(deepseek_checkpoint: Path, tmp_path: Path):
+    """Their batches are as long as the longest one's, and some ranks idle: nothing of that is stored."""
+    dataset = run(deepseek_checkpoint, tmp_path, "--tp-size", "2", "--enable-dp-attention", "--dp-size", "2")
+    sessions = read_sessions(dataset)
+    assert [record.writer for record in sessions] == ["dp0-pp0", "dp1-pp0"]
+    assert all(record.counters.samples > 0 for record in sessions), "one of the ranks had nothing to do"
+    got = check_states(dataset, deepseek_checkpoint)
+    account = inspect(dataset)
+    assert account["samples"] == len(prompts())
+    # A prefix may be computed once for each rank, and a row belongs to a sample.
+    assert account["rows"] <= sum(map(len, prompts().values()))
+    assert account["rows_without_sample"] == 0
+    assert all(len(sample.parts) == 1 for sample in got.samples)
+
+
+@pytest.mark.slow
+def test_expert_parallel_ranks_hand_over_whole_rows(deepseek_checkpoint: Path, tmp_path: Path):
+    dataset = run(deepseek_checkpoint, tmp_path, "--tp-size", "2", "--ep-size", "2")
+    check_states(dataset, deepseek_checkpoint)
+
+
 @pytest.mark.slow
 def test_replicas_of_one_server_write_apart_into_one_dataset(deepseek_checkpoint: Path, tmp_path: Path):
     dataset = run(deepseek_checkpoint, tmp_path, "--dp-size", "2")

@@ -91,13 +91,13 @@ def test_an_engine_that_is_lost_is_replaced_and_costs_nothing(deepseek_checkpoin
             [*COMMAND, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT
         ) as run:
             try:
-                deadline = time.monotonic() + 300
+                deadline = time.monotonic() + 600
                 while min(acknowledged(dataset, 0), acknowledged(dataset, 1)) < 10:
                     assert run.poll() is None, run.stdout.read()
                     assert time.monotonic() < deadline
                     time.sleep(0.05)
                 actor_of(dataset, 0).kill()
-                said = run.communicate(timeout=400)[0]
+                said = run.communicate(timeout=600)[0]
             finally:
                 run.kill()
     assert run.returncode == 0, said

@@ -233,12 +233,21 @@ def test_a_host_starts_its_part_of_an_engine(tmp_path, monkeypatch):
     host = EngineHost(request, "10.0.0.7")
     assert host.ports()[0] == "10.0.0.7"
     capture = {**request.capture.to_mapping(), "replica": 3, "run_id": "r"}
-    host.start(capture, "10.0.0.7", 30001, "10.0.0.7:40001", 1)
-    ((plan, name),) = plans
-    assert name == "server-dp3-node1.log"
-    words = " ".join(plan.command)
-    assert "--nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.7:40001 --tp-size 2" in words
-    assert (plan.capture.replica, plan.capture.run_id) == (3, "r")
+    host.start(capture, "10.0.0.7", 30001, "10.0.0.7:40001", 0)
+    host.start(capture, "10.0.0.6", 30001, "10.0.0.6:40001", 1)
+    assert [name for _, name in plans] == ["server-dp3-node0.log", "server-dp3-node1.log"]
+    for (plan, _), expected in zip(
+        plans,
+        [
+            "--host 10.0.0.7 --port 30001 --nnodes 2 --node-rank 0 --dist-init-addr 10.0.0.7:40001 --tp-size 2",
+            "--nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.6:40001 --tp-size 2",
+        ],
+        strict=True,
+    ):
+        assert expected in " ".join(plan.command)
+        assert (plan.capture.replica, plan.capture.run_id) == (3, "r")
+        assert plan.host == "10.0.0.7", "each listens at its own address"
+    host.start(capture, "10.0.0.7", 30001, "10.0.0.7:40001", 0)
     assert host.wait_ready() == ("http://10.0.0.7:30001", "k")
     assert str(host.check()) == "it ended"
     host.stop()
