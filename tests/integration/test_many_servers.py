@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,15 @@ def acknowledged(dataset: Path, replica: int) -> int:
     return journal.read_text().count('"t":"sample"') if journal.exists() else 0
 
 
+def wait_for(run: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
+    """Wait for something to happen while the run goes on."""
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert run.poll() is None, run.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_a_server_that_is_killed_and_started_again_costs_nothing(deepseek_checkpoint: Path, tmp_path: Path):
     data, dataset, urls = tmp_path / "data.jsonl", tmp_path / "dataset", tmp_path / "servers.txt"
     asked = prompts()
@@ -66,17 +76,10 @@ def test_a_server_that_is_killed_and_started_again_costs_nothing(deepseek_checkp
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
             ) as run:
                 try:
-                    deadline = time.monotonic() + 240
-                    while min(acknowledged(dataset, 0), acknowledged(dataset, 1)) < 10:
-                        assert run.poll() is None, run.stdout.read()
-                        assert time.monotonic() < deadline
-                        time.sleep(0.05)
+                    wait_for(run, lambda: min(acknowledged(dataset, 0), acknowledged(dataset, 1)) >= 10)
                     os.killpg(first.process.pid, signal.SIGKILL)
                     went_on = acknowledged(dataset, 1)
-                    while acknowledged(dataset, 1) < went_on + 10:
-                        assert run.poll() is None, run.stdout.read()
-                        assert time.monotonic() < deadline
-                        time.sleep(0.05)
+                    wait_for(run, lambda: acknowledged(dataset, 1) >= went_on + 10)
                     before = acknowledged(dataset, 0)
                     # So that there is work left when the server is back, however long its start takes.
                     run.send_signal(signal.SIGSTOP)
