@@ -1,6 +1,7 @@
 """The servers that capture into one dataset: a prompt goes where its prefix is, unless others have less to do."""
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
@@ -17,6 +18,8 @@ SLACK_TOKENS = 2**16
 REMEMBERED = 2**20
 # What a lost server's writing process had in hand is acknowledged within this time, or not at all.
 SETTLE_S = 5.0
+# A server that has had its oldest prompt for so long has work for about as long.
+SLOW_S = 5.0
 
 Say = Callable[[str], None]
 Work = Callable[[ServerClient], Awaitable[str]]
@@ -35,6 +38,7 @@ class _Flight:
 
     def __init__(self, task: asyncio.Future[str]) -> None:
         self._task = task
+        self.sent_at = time.monotonic()
         self.moved = ""
 
     def move(self, why: str) -> None:
@@ -211,7 +215,8 @@ class ServerPool:
         """Give half of what the busiest server has in flight, the latest sent, to those that have nothing to do.
 
         To be called from time to time. A server counts as without work when it has none at two calls in a row: then
-        nothing comes any more, or all that may be in flight is at the others.
+        nothing comes any more, or all that may be in flight is at the others. What the busiest one answers soon is
+        left to it.
         """
         usable = [server for server in self.servers if server.usable]
         idle = [server for server in usable if not server.flights]
@@ -221,6 +226,8 @@ class ServerPool:
         busiest = max(usable, key=lambda server: (len(server.flights), server.tokens), default=None)
         if waiting and busiest is not None and len(busiest.flights) > 1:
             flights = list(busiest.flights)
+            if time.monotonic() - flights[0].sent_at < SLOW_S:
+                return
             latest = flights[len(flights) - len(flights) // 2 :]
             busiest.let_go(latest, f"{busiest.client.url} is slower than others, which have nothing to do")
 

@@ -18,6 +18,7 @@ from sglang_hs_capture.driver.pool import Say, Server, ServerPool
 from sglang_hs_capture.driver.ray_host import EngineHost, EngineRequest
 from sglang_hs_capture.driver.target import Target
 from sglang_hs_capture.errors import ConfigError, DatasetLockedError, EngineError, HsCaptureError
+from sglang_hs_capture.store import fs
 from sglang_hs_capture.store.identity import DATASET_FILE
 from sglang_hs_capture.store.recovery import recover_dataset
 from sglang_hs_capture.store.session import SessionRecord, read_sessions, replica_names, write_session
@@ -28,6 +29,7 @@ STOP_S = 60.0
 START_FAILURES = 3
 TP_FLAGS = ("--tp-size", "--tp", "--tensor-parallel-size")
 PP_FLAGS = ("--pp-size", "--pp", "--pipeline-parallel-size")
+ATTENTION_DP_FLAGS = ("--attn-dp-size",)
 DP_FLAGS = ("--dp-size", "--dp", "--data-parallel-size")
 
 
@@ -65,8 +67,8 @@ def default_resources(sglang_args: Sequence[str], *, cpu: bool, nodes: int) -> d
 
 
 def replicas_of(sglang_args: Sequence[str]) -> int:
-    """The data-parallel replicas of an engine with these flags."""
-    return _size(sglang_args, DP_FLAGS)
+    """The data-parallel replicas, or ranks of DP attention, of an engine with these flags."""
+    return max(_size(sglang_args, DP_FLAGS), _size(sglang_args, ATTENTION_DP_FLAGS))
 
 
 def _size(args: Sequence[str], names: tuple[str, ...]) -> int:
@@ -124,7 +126,9 @@ class RayEngines(Target):
 
     async def open(self, say: Say) -> list[SessionRecord]:
         self._say, self.pool = say, ServerPool([], say)
-        (self._directory / self._request.marker).touch()
+        marker = self._directory / self._request.marker
+        with fs.io_errors(marker, "write"):
+            marker.touch()
         say(f"Starting engines with {_words(self._plan.resources)} on each of {self._request.nodes} nodes ...")
         self._tending = asyncio.create_task(self._tend())
         up = asyncio.create_task(self._up.wait())

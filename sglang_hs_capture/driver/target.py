@@ -196,7 +196,8 @@ class RunningServers(Target):
                 f"the server at {server.client.url} captures into {capture.output_dir}, not into --output "
                 f"{self._directory}; give the server's own directory"
             )
-        server.replicas = replica_names(capture.replica, int(info.get("dp_size") or 1))
+        ranks = max(int(info.get(name) or 1) for name in ("dp_size", "attn_dp_size"))
+        server.replicas = replica_names(capture.replica, ranks)
 
     def check_alive(self) -> None:
         """Nothing is known of somebody else's process; a lost connection tells."""

@@ -222,7 +222,8 @@ async def test_a_stop_of_a_server_that_is_not_the_runs_is_nothing_to_it():
 
 
 @in_a_loop
-async def test_a_slow_server_gives_half_of_its_work_to_one_that_has_none():
+async def test_a_slow_server_gives_half_of_its_work_to_one_that_has_none(monkeypatch):
+    monkeypatch.setattr(pool_module, "SLOW_S", 0.0)
     clients = [Client(name) for name in "ab"]
     pool = pool_of(clients)
     prefix = tokens(0, 64)
@@ -245,7 +246,22 @@ async def test_a_slow_server_gives_half_of_its_work_to_one_that_has_none():
 
 
 @in_a_loop
-async def test_the_last_prompt_of_a_server_stays_where_it_is():
+async def test_what_is_answered_soon_stays_where_it_is():
+    clients = [Client(name) for name in "ab"]
+    pool = pool_of(clients)
+    prefix = tokens(0, 64)
+    tasks = await send(pool, [prefix + tokens(n, 100) for n in range(1, 9)])
+    for _ in range(4):
+        pool.rebalance()
+        await settle()
+    assert not any(task.done() for task in tasks)
+    clients[0].gate.set()
+    assert await asyncio.gather(*tasks) == ["a"] * 8
+
+
+@in_a_loop
+async def test_the_last_prompt_of_a_server_stays_where_it_is(monkeypatch):
+    monkeypatch.setattr(pool_module, "SLOW_S", 0.0)
     clients = [Client(name) for name in "ab"]
     pool = pool_of(clients)
     (task,) = await send(pool, [tokens(1, 10)])
@@ -466,7 +482,9 @@ def test_when_capture_stops_on_all_servers_the_run_ends_with_the_reason(tmp_path
 
 
 @pytest.mark.usefixtures("_quick")
-def test_what_a_slow_server_has_at_the_end_is_done_by_the_other(tmp_path):
+def test_what_a_slow_server_has_at_the_end_is_done_by_the_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool_module, "SLOW_S", 0.05)
+
     async def during(first: FakeServer, second: FakeServer) -> None:
         await asyncio.sleep(3600)
 

@@ -279,4 +279,9 @@ def test_sizes_that_do_not_fit_are_refused():
         default_resources(["--tp-size", "8"], cpu=False, nodes=3)
     with pytest.raises(ConfigError, match="--tp-size after '--': expected a number; got 'x'"):
         default_resources(["--tp-size", "x"], cpu=False, nodes=1)
+
+
+def test_replicas_and_ranks_of_dp_attention_have_numbers():
+    assert replicas_of([]) == 1
     assert replicas_of(["--dp-size", "4"]) == 4
+    assert replicas_of(["--tp-size", "8", "--attn-dp-size", "8"]) == 8
