@@ -26,6 +26,8 @@ from sglang_hs_capture.store.session import SessionRecord
 
 LOCK_TIMEOUT_S = 1.0
 SPARE_FILES = 256
+# Each prompt in flight has a connection, and more servers may come while the run goes on.
+SERVERS = 64
 Samples = Iterable[Sample | InputProblem]
 
 
@@ -142,7 +144,7 @@ class CaptureRun:
 def run_capture(target: Target, samples: Samples, settings: RunSettings, view: ProgressView) -> Summary:
     """Run to the end, from the main thread of a program; see ``CaptureRun.run``."""
 
-    _allow_open_files(settings.pump.max_prompts + SPARE_FILES)
+    _allow_open_files(settings.pump.max_prompts * SERVERS + SPARE_FILES)
 
     async def main() -> Summary:
         return await CaptureRun(target, samples, settings, view).run()

@@ -59,7 +59,7 @@ def merge(out: Path, directories: Sequence[Path], say: Say = lambda text: None) 
     Args:
         out: the new dataset; it must not exist, or be empty.
         directories: the datasets, which nobody may be capturing into.
-        say: told in one line of each dataset that is done.
+        say: told in one line when shards of a dataset are to be copied, and when it is done.
 
     Raises:
         ConfigError: a dataset is named twice, or ``out`` is there already.
@@ -83,7 +83,7 @@ def merge(out: Path, directories: Sequence[Path], say: Say = lambda text: None) 
         _begin(building, sources)
         copied = 0
         for source in sources:
-            copied += _take_shards(building, source)
+            copied += _take_shards(building, source, say)
             say(f"{source.directory}: {len(source.index.shards)} shards, {len(source.index.samples)} samples")
         _write_records(building, sources)
         with fs.io_errors(out, "name the dataset"):
@@ -195,7 +195,7 @@ def _begin(building: Path, sources: Sequence[Source]) -> None:
     write_object(building / PLAN_FILE, plan)
 
 
-def _take_shards(building: Path, source: Source) -> int:
+def _take_shards(building: Path, source: Source, say: Say) -> int:
     """Link a dataset's shards, or copy them where they are on another file system; how many were copied.
 
     Raises:
@@ -216,6 +216,8 @@ def _take_shards(building: Path, source: Source) -> int:
             f"{building.parent}: {source.directory} takes {needed} bytes, {free} are free; free some space, then merge "
             "again to go on"
         )
+    if missing:
+        say(f"{source.directory}: copying {len(missing)} shards, {needed / 1e9:.1f} GB ...")
     for there, here, _ in missing:
         _copy(there, here)
     return len(missing)
