@@ -157,7 +157,7 @@ class Delivery:
     async def _reconnect(self, error: ConnectionError) -> None:
         # One request asks for all: the others find the server healthy, or the run is over.
         async with self._reconnecting:
-            if not await self._pool.wait_healthy(self._settings.grace_s):
+            if not self._pool.usable and not await self._pool.wait_healthy(self._settings.grace_s):
                 raise EngineError(
                     f"lost the server ({error}) and it did not come back within {self._settings.grace_s:g} s; all "
                     "acknowledged samples are safe, run again to go on"

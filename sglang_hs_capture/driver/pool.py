@@ -126,6 +126,11 @@ class ServerPool:
         """Servers that prompts may be sent to; at least one, so that a window made for it lets a prompt through."""
         return max(1, sum(server.usable for server in self.servers))
 
+    @property
+    def usable(self) -> bool:
+        """Whether one of them could be reached when last tried, and captures."""
+        return any(server.usable for server in self.servers)
+
     async def close(self) -> None:
         """Close all connections."""
         for probe in self._probes:
@@ -180,11 +185,12 @@ class ServerPool:
         """Wait up to ``grace_s`` seconds for one of the servers that capture to be up."""
         deadline = asyncio.get_running_loop().time() + grace_s
         while True:
+            # A question that was begun in time is not the last one: this process may have been held up meanwhile.
+            left = deadline - asyncio.get_running_loop().time()
             # Each time anew: meanwhile servers may be added.
             clients = [server.client for server in self.servers if server.stopped is None]
             if clients and await wait_for_any(clients, 0):
                 return True
-            left = deadline - asyncio.get_running_loop().time()
             if left <= 0:
                 return False
             await asyncio.sleep(min(RETRY_PAUSE_S, left))
