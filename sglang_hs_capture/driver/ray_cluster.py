@@ -253,7 +253,9 @@ class RayEngines(Target):
             HsCaptureError: none is left, and no other will do better.
         """
         foreseen = error if isinstance(error, HsCaptureError) else None
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if foreseen is None else str(error)
+        # Ray's own messages go on over many lines.
+        first_line = next(iter(str(error).strip().splitlines()), "no message")
+        reason = f"{type(error).__name__}: {first_line}" if foreseen is None else str(error)
         self._lost_slots.add(engine.slot)
         if engine.server is not None:
             self._say(f"Lost the engine at {engine.server.client.url} ({reason}). Its work goes to others.")
