@@ -1,6 +1,7 @@
 """The servers that capture into one dataset: a prompt goes where its prefix is, unless others have less to do."""
 
 import asyncio
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -104,6 +105,9 @@ class ServerPool:
 
     Work of a server that cannot be used any more, and of a slow one when others have none, is given back to whoever
     asked for it with ``MovedError``, to be sent again.
+
+    Attributes:
+        max_prompts: a server with so many in flight gets no more as long as another one has fewer.
     """
 
     def __init__(self, servers: Iterable[Server], say: Say = lambda text: None) -> None:
@@ -113,6 +117,7 @@ class ServerPool:
             say: told in one line when a server is lost or comes back.
         """
         self.servers = list(servers)
+        self.max_prompts = sys.maxsize
         self._say = say
         self._probes: set[asyncio.Task[None]] = set()
 
@@ -242,6 +247,7 @@ class ServerPool:
         candidates = candidates or [server for server in self.servers if server.stopped is None]
         if not candidates:
             raise NoServerError("no server is left")
+        candidates = [server for server in candidates if len(server.flights) < self.max_prompts] or candidates
         least = min(server.tokens for server in candidates)
         free = [server for server in candidates if server.tokens - least <= SLACK_TOKENS]
         return max(free, key=lambda server: (server.known(hashes), -server.tokens))

@@ -63,6 +63,7 @@ class Pump:
         self._settings, self._ending, self._view = settings, ending, view
         self._prefix_cache = prefix_cache
         self._window = Window(self._limits)
+        target.pool.max_prompts = settings.max_prompts
         self._tasks: set[asyncio.Task[None]] = set()
         self._moved_at = time.monotonic()
         self._rows = 0

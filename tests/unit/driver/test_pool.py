@@ -117,6 +117,21 @@ async def test_a_shared_prefix_goes_to_one_server_until_it_has_much_more_to_do(m
 
 
 @in_a_loop
+async def test_a_server_that_has_its_share_of_prompts_gets_no_more():
+    clients = [Client(name) for name in "ab"]
+    pool = pool_of(clients)
+    pool.max_prompts = 3
+    prefix = tokens(0, 64)
+    tasks = await send(pool, [prefix + tokens(n, 10) for n in range(6)])
+    assert [len(client.sent) for client in clients] == [3, 3], "although they share a prefix"
+    tasks += await send(pool, [prefix, prefix])
+    assert sum(len(client.sent) for client in clients) == 8, "what is more than all shares is not held up"
+    for client in clients:
+        client.gate.set()
+    await asyncio.gather(*tasks)
+
+
+@in_a_loop
 async def test_the_longest_prefix_decides():
     clients = [Client(name) for name in "ab"]
     pool = pool_of(clients)
