@@ -47,7 +47,7 @@ setup(
         "typer",
         "rich",
     ],
-    extras_require={"test": TEST, "dev": [*TEST, "ruff", "mypy", "matplotlib"]},
+    extras_require={"ray": ["ray"], "test": TEST, "dev": [*TEST, "ruff", "mypy", "matplotlib"]},
     entry_points={
         "console_scripts": ["hs-capture = sglang_hs_capture.cli.main:main"],
         "sglang.srt.platforms": ["hs_capture_cpu = sglang_hs_capture.platform.cpu:activate"],

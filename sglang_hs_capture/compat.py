@@ -94,7 +94,6 @@ class EngineSettings:
     pd_multiplexing: bool
     disaggregation: bool
     aux_hidden_states: bool
-    dp_attention: bool
     nameless_replicas: bool
 
 
@@ -127,6 +126,7 @@ def engine_settings() -> EngineSettings:
     args = get_server_args()
     model_config = ModelConfig.from_server_args(args)
     attn_dp = int(_read(args, "attn_dp_size", introduced=(0, 5, 23), default=1) or 1)
+    dp_attention = bool(_read(args, "enable_dp_attention")) or attn_dp > 1
     context_parallel = max(int(_read(args, name) or 1) for name in ("attn_cp_size", "dcp_size")) > 1
     return EngineSettings(
         model_path=str(_read(args, "model_path")),
@@ -146,8 +146,7 @@ def engine_settings() -> EngineSettings:
         pd_multiplexing=bool(_read(args, "enable_pdmux")),
         disaggregation=_read(args, "disaggregation_mode") != "null",
         aux_hidden_states=bool(_read(args, "enable_return_aux_hidden_states", introduced=(0, 5, 23), default=False)),
-        dp_attention=bool(_read(args, "enable_dp_attention")) or attn_dp > 1,
-        nameless_replicas=int(_read(args, "dp_size")) > 1 and not hasattr(get_parallel(), "dp_rank"),
+        nameless_replicas=int(_read(args, "dp_size")) > 1 and not (dp_attention or hasattr(get_parallel(), "dp_rank")),
     )
 
 
@@ -169,8 +168,8 @@ def ranks() -> Ranks:
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
-    # None without SGLang's data-parallel controller.
-    replica = getattr(parallel, "dp_rank", None)
+    # DP attention and replicas exclude each other. None without SGLang's data-parallel controller.
+    replica = parallel.attn_dp_rank if parallel.attn_dp_size > 1 else getattr(parallel, "dp_rank", None)
     return Ranks(attn_tp_rank=int(parallel.attn_tp_rank), dp_rank=int(replica or 0), pp_rank=int(parallel.pp_rank))
 
 
@@ -210,19 +209,23 @@ def prefill_batch(forward_batch: Any) -> PrefillBatch | None:
     """View a ``ForwardBatch`` as a prefill, or return None for every other kind of batch.
 
     Decode, idle, verify and graph-capture batches give None, as do warm-up batches, which carry no request ids.
+    With DP attention a decode or idle batch may go by the name of a prefill while other ranks prefill, and any batch
+    may be padded behind its requests and rows.
     """
-    if forward_batch.forward_mode.name != "EXTEND" or not forward_batch.rids:
+    original = getattr(forward_batch, "_original_forward_mode", None) or forward_batch.forward_mode
+    if forward_batch.forward_mode.name != "EXTEND" or original.name != "EXTEND" or not forward_batch.rids:
         return None
+    count = len(forward_batch.rids)
     # Where the pool translates ids, req_to_token keeps the untranslated ones.
     virtual = getattr(forward_batch, "out_cache_loc_virtual", None)
     return PrefillBatch(
         rids=forward_batch.rids,
-        prefix_lens=forward_batch.extend_prefix_lens_cpu,
-        seq_lens=forward_batch.extend_seq_lens_cpu,
+        prefix_lens=forward_batch.extend_prefix_lens_cpu[:count],
+        seq_lens=forward_batch.extend_seq_lens_cpu[:count],
         input_ids=forward_batch.input_ids,
         slots=forward_batch.out_cache_loc if virtual is None else virtual,
-        prompt_lens=forward_batch.orig_seq_lens,
-        req_pool_indices=forward_batch.req_pool_indices,
+        prompt_lens=forward_batch.orig_seq_lens[:count],
+        req_pool_indices=forward_batch.req_pool_indices[:count],
     )
 
 

@@ -205,6 +205,12 @@ class WritingCapture(Capture):
         if current is None:
             return
         try:
+            if state.shape[0] < current.header.n_forward_rows:
+                raise GuardError(
+                    f"expected the {current.header.n_forward_rows} rows of a prefill forward at "
+                    f"{self._columns[column].name}, {state.shape[0]} came: this mode of SGLang spreads the rows of a "
+                    "prompt over ranks; remove --moe-a2a-backend and --moe-dense-tp-size, or other flags that do so"
+                )
             self._pack(state, current.row_index, current.staged.states, current.staged.absmax, column)
             current.seen.add(column)
         except Exception as error:

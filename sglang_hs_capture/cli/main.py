@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import typer
 
 from sglang_hs_capture import __version__
-from sglang_hs_capture.cli import demo, doctor, export, inspect, prepare, prepare_data, run, serve, verify
+from sglang_hs_capture.cli import demo, doctor, export, inspect, merge, prepare, prepare_data, run, serve, verify
 from sglang_hs_capture.errors import HsCaptureError
 from sglang_hs_capture.text import printable
 
@@ -30,6 +30,7 @@ app.command()(prepare_data.prepare_data)
 app.command()(inspect.inspect)
 app.command()(verify.verify)
 app.command()(export.export)
+app.command()(merge.merge)
 app.command()(demo.demo)
 app.command()(doctor.doctor)
 

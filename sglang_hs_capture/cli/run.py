@@ -17,7 +17,7 @@ from sglang_hs_capture.driver.pump import PumpSettings
 from sglang_hs_capture.driver.regenerate import AnswerSettings
 from sglang_hs_capture.driver.run import KNOWN_ANSWERS, RunSettings
 from sglang_hs_capture.driver.source import Source, count_samples, default_workers, parse_template_kwargs
-from sglang_hs_capture.driver.start import Wanted, run_on_own_server, run_on_running_servers, served_model
+from sglang_hs_capture.driver.start import Wanted, run_on_own_server, run_on_ray, run_on_running_servers, served_model
 from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.errors import ConfigError
 from sglang_hs_capture.text import printable
@@ -25,6 +25,7 @@ from sglang_hs_capture.text import printable
 OF_ANSWERS = ("max_new_tokens", "temperature", "top_p")
 NOT_OF_ANSWERS = ("split_turns", "overflow", "keep_untrained")
 # What only a server that this command starts can be told.
+RAY_ONLY = ("ray_address", "ray_engines", "ray_nodes", "ray_resources")
 OWN_SERVER_ONLY = ("rid_prefix", "ring_gb", "shard_gb", "min_free_gb", "replica", "device", "start_timeout")
 
 
@@ -78,7 +79,9 @@ def run(
     ),
     temperature: Annotated[float, typer.Option(min=0, help="Of answers.")] = AnswerSettings.temperature,
     top_p: Annotated[float, typer.Option(min=0.001, max=1, help="Of answers.")] = AnswerSettings.top_p,
-    max_in_flight: Annotated[int, typer.Option(min=1, help="Most prompts in flight.")] = PumpSettings.max_prompts,
+    max_in_flight: Annotated[
+        int, typer.Option(min=1, help="Most prompts in flight, for each server.")
+    ] = PumpSettings.max_prompts,
     ack_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds after the server's reply in which a sample must be on disk.")
     ] = DeliverySettings.ack_timeout_s,
@@ -87,6 +90,23 @@ def run(
     ] = DeliverySettings.attempts,
     device: options.DeviceOption = Device.AUTO,
     start_timeout: Annotated[float, typer.Option(min=1, help="Seconds the server may take to start.")] = 7200.0,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Start engines on a Ray cluster; --output lies where all its nodes see it.")
+    ] = False,
+    ray_address: Annotated[
+        str, typer.Option(help="The cluster's address; auto for the one that this machine belongs to.")
+    ] = "auto",
+    ray_engines: Annotated[
+        str, typer.Option(metavar="N|auto", help="How many engines; auto for as many as there is room for.")
+    ] = "auto",
+    ray_nodes: Annotated[int, typer.Option(min=1, help="Nodes of one engine.")] = 1,
+    ray_resources: Annotated[
+        str | None,
+        typer.Option(
+            help='What Ray sets aside on each node of an engine, as a JSON object such as {"GPU": 8}.',
+            show_default="a GPU for each rank that SGLang's flags ask for; on the CPU platform a CPU",
+        ),
+    ] = None,
     json_summary: Annotated[Path | None, typer.Option(help="Write the summary to this file as well.")] = None,
 ) -> None:
     """Capture hidden states of conversations.
@@ -104,14 +124,9 @@ def run(
     )
     if json_summary is not None and not json_summary.absolute().parent.is_dir():
         raise ConfigError(f"--json-summary: {json_summary.absolute().parent} is not a directory")
-    if max_length is None:
-        options.refuse_given(ctx, ("overflow",), options.OVERFLOW_ALONE)
+    _refuse_idle(ctx, max_length=max_length, regenerate=regenerate, ray=ray, server=bool(server))
     sglang_args: list[str] = ctx.obj or []
     trust_remote_code = trust_remote_code or options.TRUST_FLAG in sglang_args
-    if regenerate:
-        options.refuse_given(ctx, NOT_OF_ANSWERS, "has no meaning for what the model answers; leave it out")
-    else:
-        options.refuse_given(ctx, OF_ANSWERS, "is a setting of --regenerate; give that as well")
     answers = AnswerSettings(max_new_tokens, temperature, top_p) if regenerate else None
     source = Source(
         paths=data,
@@ -130,11 +145,6 @@ def run(
         workers=workers or default_workers(share=4),
     )
     if server:
-        if sglang_args:
-            raise ConfigError("flags after '--' are for a server that this command starts; with --server there is none")
-        options.refuse_given(
-            ctx, OWN_SERVER_ONLY, "is a setting of the server, which runs already; with --server leave it out"
-        )
         wanted = Wanted(capture.layers, capture.final, capture.dtype.value if capture.dtype else None)
         if not source.tokenizer and (served := served_model(settings.output)):
             source = replace(source, tokenizer=str(served.path))
@@ -145,26 +155,68 @@ def run(
     else:
         if model is None:
             raise ConfigError("--model: expected a directory or a hub id; only --server does without")
-        options.refuse_given(ctx, ("api_key",), "is for --server; give SGLang's own --api-key after '--'")
         cpu = use_cpu(device)
         config = capture.config(output, cpu=cpu)
         if trust_remote_code and options.TRUST_FLAG not in sglang_args:
             sglang_args = [options.TRUST_FLAG, *sglang_args]
         with make_view(options.total_of(count_samples(data), limit)) as view:
-            summary = run_on_own_server(
-                model,
-                source,
-                config,
-                settings,
-                view,
-                sglang_args=sglang_args,
-                cpu=cpu,
-                notice=CPU_NOTICE if cpu and device is Device.AUTO else "",
-                start_timeout_s=start_timeout,
-                answers=answers,
-            )
+            if ray:
+                summary = run_on_ray(
+                    model,
+                    source,
+                    config,
+                    settings,
+                    view,
+                    sglang_args=sglang_args,
+                    cpu=cpu,
+                    address=ray_address,
+                    engines=_engines(ray_engines),
+                    nodes=ray_nodes,
+                    resources=_resources(ray_resources),
+                    start_timeout_s=start_timeout,
+                    answers=answers,
+                )
+            else:
+                summary = run_on_own_server(
+                    model,
+                    source,
+                    config,
+                    settings,
+                    view,
+                    sglang_args=sglang_args,
+                    cpu=cpu,
+                    notice=CPU_NOTICE if cpu and device is Device.AUTO else "",
+                    start_timeout_s=start_timeout,
+                    answers=answers,
+                )
     report(summary, json_summary)
     raise typer.Exit(summary.exit_code)
+
+
+def _refuse_idle(ctx: typer.Context, *, max_length: int | None, regenerate: bool, ray: bool, server: bool) -> None:
+    """Refuse options that would have no effect beside the others.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if max_length is None:
+        options.refuse_given(ctx, ("overflow",), options.OVERFLOW_ALONE)
+    if regenerate:
+        options.refuse_given(ctx, NOT_OF_ANSWERS, "has no meaning for what the model answers; leave it out")
+    else:
+        options.refuse_given(ctx, OF_ANSWERS, "is a setting of --regenerate; give that as well")
+    if not ray:
+        options.refuse_given(ctx, RAY_ONLY, "is for --ray")
+    if server and ray:
+        raise ConfigError("--server and --ray: servers are running already, or are started on Ray; leave one out")
+    if not server:
+        options.refuse_given(ctx, ("api_key",), "is for --server; give SGLang's own --api-key after '--'")
+        return
+    if ctx.obj:
+        raise ConfigError("flags after '--' are for a server that this command starts; with --server there is none")
+    options.refuse_given(
+        ctx, OWN_SERVER_ONLY, "is a setting of the server, which runs already; with --server leave it out"
+    )
 
 
 def _urls(given: list[str]) -> list[str]:
@@ -184,6 +236,40 @@ def _urls(given: list[str]) -> list[str]:
     if not urls or any("://" not in url for url in urls):
         raise ConfigError(f"--server: expected URLs such as http://127.0.0.1:30000, got {urls}")
     return urls
+
+
+def _engines(text: str) -> int | None:
+    """The number of engines asked for; None for ``auto``.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if text == "auto":
+        return None
+    if not text.isdigit() or not int(text):
+        raise ConfigError(f"--ray-engines: expected a number of engines or auto; got {text!r}")
+    return int(text)
+
+
+def _resources(text: str | None) -> dict[str, float] | None:
+    """The resources given.
+
+    Raises:
+        ConfigError: they are no object of amounts.
+    """
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if (
+        not isinstance(found, dict)
+        or not found
+        or not all(isinstance(v, int | float) and v > 0 for v in found.values())
+    ):
+        raise ConfigError(f'--ray-resources: expected a JSON object of amounts such as {{"GPU": 8}}; got {text}')
+    return dict(found)
 
 
 def report(summary: Summary, file: Path | None = None) -> None:

@@ -143,7 +143,11 @@ def _samples(
     records: Iterable[Record | InputProblem], preparer: SamplePreparer, max_length: int | None, vocab_size: int | None
 ) -> Iterator[Prepared]:
     seen = _Ids()
-    for record, prepared in preparer.prepare_all(_unique(records, seen)):
+    for record, prepared in preparer.prepare_all(records):
+        # In the order of the samples, so that it does not matter how far ahead records are read.
+        if not isinstance(record, InputProblem) and seen.has(record.id):
+            yield InputProblem(record.source, _repeated(record.id), record.id)
+            continue
         for sample in prepared:
             if not isinstance(sample, Sample):
                 yield sample
@@ -153,13 +157,6 @@ def _samples(
             taken = split and seen.has(sample.id)
             reason = _repeated(sample.id) if taken else problem_of(sample.input_ids, max_length, vocab_size)
             yield InputProblem(sample.source, reason, sample.id) if reason else sample
-
-
-def _unique(records: Iterable[Record | InputProblem], seen: "_Ids") -> Iterator[Record | InputProblem]:
-    for record in records:
-        if not isinstance(record, InputProblem) and seen.has(record.id):
-            record = InputProblem(record.source, _repeated(record.id), record.id)  # noqa: PLW2901
-        yield record
 
 
 class _Ids:

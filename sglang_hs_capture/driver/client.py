@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -44,9 +44,12 @@ class Prediction(NamedTuple):
 class Window:
     """Bounds what is in flight, by the number of prompts and by their tokens."""
 
-    def __init__(self, max_prompts: int, max_tokens: int) -> None:
-        self._max_prompts = max_prompts
-        self._max_tokens = max_tokens
+    def __init__(self, limits: Callable[[], tuple[int, int]]) -> None:
+        """
+        Args:
+            limits: the most prompts and the most tokens, at the moment.
+        """
+        self._limits = limits
         self._prompts = 0
         self._tokens = 0
         self._freed = asyncio.Event()
@@ -58,7 +61,8 @@ class Window:
 
     def _fits(self, tokens: int) -> bool:
         # A prompt larger than the whole window still goes, alone.
-        return not self._prompts or (self._prompts < self._max_prompts and self._tokens + tokens <= self._max_tokens)
+        max_prompts, max_tokens = self._limits()
+        return not self._prompts or (self._prompts < max_prompts and self._tokens + tokens <= max_tokens)
 
     async def enter(self, tokens: int) -> None:
         """Wait until a prompt of ``tokens`` tokens fits, and count it."""

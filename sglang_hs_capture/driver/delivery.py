@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sglang_hs_capture.driver.client import Prediction, RefusedError, RetryableError, ServerClient
 from sglang_hs_capture.driver.feed import Job
 from sglang_hs_capture.driver.known_answers import AnswerBook, Question
-from sglang_hs_capture.driver.pool import ServerPool
+from sglang_hs_capture.driver.pool import MovedError, NoServerError, ServerPool
 from sglang_hs_capture.errors import EngineError
 from sglang_hs_capture.store.requests import RequestRecord
 from sglang_hs_capture.store.schema import FailureRecord, SampleRecord, make_rid, parse_rid
@@ -41,9 +42,12 @@ class _Pending:
 
     record: RequestRecord
     rid: str
-    attempt: int
     verdict: asyncio.Future[str]
     answer: Prediction | None = None
+
+    @property
+    def acknowledged(self) -> bool:
+        return self.verdict.done() and not self.verdict.cancelled() and not self.verdict.result()
 
     def settle(self, verdict: str) -> bool:
         if self.verdict.done():
@@ -55,17 +59,15 @@ class _Pending:
 class Delivery:
     """Sends samples to servers, each as often as it needs, and matches the journals' records with them."""
 
-    def __init__(
-        self, client: ServerClient | ServerPool, rid_prefix: str, settings: DeliverySettings, answers: AnswerBook
-    ) -> None:
+    def __init__(self, pool: ServerPool, rid_prefix: str, settings: DeliverySettings, answers: AnswerBook) -> None:
         """
         Args:
-            client: of the servers.
+            pool: the servers.
             rid_prefix: what the ids of captured requests begin with.
             settings: how long to try.
             answers: asks the engine for predictions along with a sample's first attempt.
         """
-        self._client = client
+        self._pool = pool
         self._answers = answers
         self._rid_prefix = rid_prefix
         self._settings = settings
@@ -97,7 +99,7 @@ class Delivery:
         return None
 
     async def deliver(self, job: Job, computed: asyncio.Event | None = None) -> None:
-        """Send a sample until it is acknowledged.
+        """Send a sample until it is acknowledged. That it is moved to another server does not count as a failure.
 
         Args:
             job: the sample.
@@ -107,26 +109,37 @@ class Delivery:
             RefusedError: the server does not take this prompt.
             DroppedError: all attempts failed.
             EngineError: the server cannot be reached any more.
-            DiskFullError, StoreError: the engine's answer could not be kept.
         """
-        reason = ""
         with self._answers.asking(job.record) as question:
-            for attempt in range(self._settings.attempts):
-                if attempt:
-                    self.resent += 1
-                    await asyncio.sleep(RESEND_PAUSE_S)
-                with self._watching(job, attempt) as pending:
-                    reason = await self._attempt(job, pending, computed, None if attempt else question)
-                if not reason:
-                    if question is not None:
-                        question.answer = pending.answer
-                    return
-        raise DroppedError(f"not captured in {self._settings.attempts} attempts; the last one: {reason}")
+            answer = await self._deliver(job, computed, question)
+            if question is not None:
+                question.answer = answer
+
+    async def _deliver(self, job: Job, computed: asyncio.Event | None, question: Question | None) -> Prediction | None:
+        """Send a sample until it is acknowledged; what the engine predicted in that very attempt, if it was asked."""
+        failures = 0
+        for number in itertools.count():
+            self.resent += number > 0
+            with self._watching(job, number) as pending:
+                try:
+                    # Rows that could not be found or proven in the cache are computed anew.
+                    reason = await self._attempt(job, pending, computed, None if number else question, failures > 0)
+                except MovedError:
+                    if pending.acknowledged:
+                        return pending.answer
+                    continue
+            if not reason:
+                return pending.answer
+            failures += 1
+            if failures == self._settings.attempts:
+                raise DroppedError(f"not captured in {failures} attempts; the last one: {reason}")
+            await asyncio.sleep(RESEND_PAUSE_S)
+        raise AssertionError("counting never ends")
 
     @contextlib.contextmanager
-    def _watching(self, job: Job, attempt: int) -> Iterator[_Pending]:
-        rid = make_rid(self._rid_prefix, job.record.key, attempt, job.record.end_hash)
-        pending = _Pending(job.record, rid, attempt, asyncio.get_running_loop().create_future())
+    def _watching(self, job: Job, number: int) -> Iterator[_Pending]:
+        rid = make_rid(self._rid_prefix, job.record.key, number, job.record.end_hash)
+        pending = _Pending(job.record, rid, asyncio.get_running_loop().create_future())
         self._pending[job.record.key] = pending
         try:
             yield pending
@@ -134,53 +147,70 @@ class Delivery:
             del self._pending[job.record.key]
 
     async def _attempt(
-        self, job: Job, pending: _Pending, computed: asyncio.Event | None, question: Question | None
+        self,
+        job: Job,
+        pending: _Pending,
+        computed: asyncio.Event | None,
+        question: Question | None,
+        bypass_cache: bool,
     ) -> str:
         """One attempt: "" when the sample is acknowledged, the reason when it is not."""
+        input_ids = job.input_ids.tolist()
+
+        async def send(client: ServerClient) -> str:
+            await self._prefill(client, pending, input_ids, question, bypass_cache)
+            if computed is not None:
+                computed.set()
+            try:
+                return await asyncio.wait_for(pending.verdict, self._settings.ack_timeout_s)
+            except TimeoutError:
+                return f"no acknowledgement within {self._settings.ack_timeout_s:g} s of the server's reply"
+
         try:
-            await self._prefill(job, pending, question)
+            return await self._pool.serve(input_ids, send)
         except (RefusedError, RetryableError, ConnectionError) as error:
-            if pending.verdict.done() and not pending.verdict.result():
+            if pending.acknowledged:
                 return ""  # the reply was lost, the states were not
             if isinstance(error, RefusedError):
                 raise
             if isinstance(error, ConnectionError):
                 await self._reconnect(error)
+            if isinstance(error, NoServerError):
+                raise MovedError(str(error)) from None
             return str(error)
-        if computed is not None:
-            computed.set()
-        try:
-            return await asyncio.wait_for(pending.verdict, self._settings.ack_timeout_s)
-        except TimeoutError:
-            return f"no acknowledgement within {self._settings.ack_timeout_s:g} s of the server's reply"
 
-    async def _prefill(self, job: Job, pending: _Pending, question: Question | None) -> None:
+    async def _prefill(
+        self,
+        client: ServerClient,
+        pending: _Pending,
+        input_ids: list[int],
+        question: Question | None,
+        bypass_cache: bool,
+    ) -> None:
         """Have the prompt computed; what the engine predicts on the way is the same request's, so it costs no other."""
-        tokens = job.input_ids.tolist()
         if question is not None:
             with contextlib.suppress(RefusedError):
-                pending.answer = await self._client.prefill(pending.rid, tokens, predict_from=question.start)
+                pending.answer = await client.prefill(pending.rid, input_ids, predict_from=question.start)
                 if pending.answer is None:
                     self._answers.ask_no_more()
                 return
-        # Rows that could not be found or proven in the cache are computed anew.
-        await self._client.prefill(pending.rid, tokens, bypass_cache=pending.attempt > 0)
+        await client.prefill(pending.rid, input_ids, bypass_cache=bypass_cache)
         if question is not None:
             self._answers.ask_no_more()  # it was not the prompt that the server refused
 
     async def _reconnect(self, error: ConnectionError) -> None:
         # One request asks for all: the others find the server healthy, or the run is over.
         async with self._reconnecting:
-            await regain(self._client, error, self._settings.grace_s)
+            await regain(self._pool, error, self._settings.grace_s)
 
 
-async def regain(client: ServerClient | ServerPool, error: ConnectionError, grace_s: float) -> None:
-    """Wait for a server that was lost.
+async def regain(pool: ServerPool, error: ConnectionError, grace_s: float) -> None:
+    """Wait until a server can be reached, if none can.
 
     Raises:
-        EngineError: it does not come back.
+        EngineError: none comes back.
     """
-    if not await client.wait_healthy(grace_s):
+    if not pool.usable and not await pool.wait_healthy(grace_s):
         raise EngineError(
             f"lost the server ({error}) and it did not come back within {grace_s:g} s; all acknowledged samples are "
             "safe, run again to go on"

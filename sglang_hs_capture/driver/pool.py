@@ -1,13 +1,16 @@
-"""Several servers that capture into one dataset: a prompt goes where its prefix is, unless others have less to do."""
+"""The servers that capture into one dataset: a prompt goes where its prefix is, unless others have less to do."""
 
 import asyncio
+import sys
+import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
-from sglang_hs_capture.driver.client import RETRY_PAUSE_S, Prediction, ServerClient
+from sglang_hs_capture.driver.client import RETRY_PAUSE_S, ServerClient
+from sglang_hs_capture.errors import HsCaptureError
 from sglang_hs_capture.store.hashing import prefix_hashes
 
 # Prefixes are looked up at multiples of so many tokens; a shorter one is cheaper to compute again than to look for.
@@ -15,18 +18,64 @@ BLOCK = 64
 # A server with so many tokens more in flight than the least busy one gets no more for the sake of a prefix.
 SLACK_TOKENS = 2**16
 REMEMBERED = 2**20
+# What a lost server's writing process had in hand is acknowledged within this time, or not at all.
+SETTLE_S = 5.0
+# A server that has had its oldest prompt for so long has work for about as long.
+SLOW_S = 5.0
 
-_Reply = TypeVar("_Reply")
+Say = Callable[[str], None]
+Reply = TypeVar("Reply")
 
 
-class _Server:
-    """One server, what it has in flight, and which prefixes it was sent."""
+class MovedError(Exception):
+    """The server that had this prompt is not to answer it any more: another one should; the text says why."""
 
-    def __init__(self, client: ServerClient) -> None:
-        self.client = client
+
+class NoServerError(ConnectionError):
+    """There is no server to send a prompt to at the moment."""
+
+
+class _Flight:
+    """One prompt at one server, from its sending to its acknowledgement."""
+
+    def __init__(self, task: asyncio.Future[Any]) -> None:
+        self._task = task
+        self.sent_at = time.monotonic()
+        self.moved = ""
+
+    def move(self, why: str) -> None:
+        """Take it away from its server; the connection is closed, so that the server drops the request."""
+        if not self._task.done():
+            self.moved = why
+            self._task.cancel()
+
+
+class Server:
+    """One server of a pool: what it has in flight, which prefixes it was sent, and whether work may go there.
+
+    Attributes:
+        client: talks to it.
+        replicas: the names under which its processes write, such as ``dp0``; None where that is not known.
+        flights: what it has in flight, in the order sent.
+        tokens: tokens in flight.
+        up: whether it could be reached when last tried.
+        stopped: why it captures no more; None while it does.
+        idle: whether it had nothing to do when the pool last looked.
+    """
+
+    def __init__(self, client: ServerClient, replicas: frozenset[str] | None = None) -> None:
+        self.client, self.replicas = client, replicas
+        self.flights: dict[_Flight, None] = {}
         self.tokens = 0
         self.up = True
+        self.stopped: HsCaptureError | None = None
+        self.idle = False
         self._prefixes: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def usable(self) -> bool:
+        """Whether prompts may be sent to it."""
+        return self.up and self.stopped is None
 
     def known(self, hashes: Sequence[int]) -> int:
         """How many of a prompt's blocks, from its beginning, it has computed or is computing."""
@@ -38,109 +87,221 @@ class _Server:
         return count
 
     def remember(self, hashes: Sequence[int]) -> None:
+        """Note a prompt's blocks as known."""
         for value in hashes:
             self._prefixes[value] = None
             self._prefixes.move_to_end(value)
         while len(self._prefixes) > REMEMBERED:
             self._prefixes.popitem(last=False)
 
-    def forget_all(self) -> None:
-        """A server that comes back has an empty cache."""
+    def let_go(self, flights: Iterable[_Flight], why: str) -> None:
+        """Give work back, to be sent to others; what its cache holds is not counted on any more."""
         self._prefixes.clear()
+        for flight in list(flights):
+            flight.move(why)
 
 
 class ServerPool:
-    """Talks to several servers as ``ServerClient`` does to one.
+    """Spreads prompts over servers, which may be lost, stop to capture, come back, be added and be removed meanwhile.
 
-    A server that cannot be reached gets nothing more until it is healthy again; what it had in flight fails with
-    ``ConnectionError`` and is sent again by whoever asked, to another one.
+    Work of a server that cannot be used any more, and of a slow one when others have none, is given back to whoever
+    asked for it with ``MovedError``, to be sent again.
+
+    Attributes:
+        max_prompts: a server with so many in flight gets no more as long as another one has fewer.
     """
 
-    def __init__(self, clients: Sequence[ServerClient]) -> None:
-        self._servers = [_Server(client) for client in clients]
+    def __init__(self, servers: Iterable[Server], say: Say = lambda text: None) -> None:
+        """
+        Args:
+            servers: to begin with.
+            say: told in one line when a server is lost or comes back.
+        """
+        self.servers = list(servers)
+        self.max_prompts = sys.maxsize
+        self._say = say
         self._probes: set[asyncio.Task[None]] = set()
 
     @property
     def url(self) -> str:
         """All servers', for messages."""
-        return ", ".join(server.client.url for server in self._servers)
+        return ", ".join(server.client.url for server in self.servers)
+
+    @property
+    def size(self) -> int:
+        """Servers that prompts may be sent to; at least one, so that a window made for it lets a prompt through."""
+        return max(1, sum(server.usable for server in self.servers))
+
+    @property
+    def usable(self) -> bool:
+        """Whether one of them could be reached when last tried, and captures."""
+        return any(server.usable for server in self.servers)
 
     async def close(self) -> None:
         """Close all connections."""
         for probe in self._probes:
             probe.cancel()
         await asyncio.gather(*self._probes, return_exceptions=True)
-        for server in self._servers:
+        for server in self.servers:
             await server.client.close()
 
-    async def prefill(
-        self, rid: str, input_ids: Sequence[int], *, bypass_cache: bool = False, predict_from: int | None = None
-    ) -> Prediction | None:
-        """Send one prompt to one server and wait for its reply: see ``ServerClient.prefill``.
+    def add(self, server: Server) -> None:
+        """Take in one more server."""
+        self.servers.append(server)
+
+    async def remove(self, server: Server, why: str) -> None:
+        """Take a server out for good; its work goes to the others."""
+        self.servers.remove(server)
+        server.let_go(server.flights, why)
+        await server.client.close()
+
+    async def serve(self, input_ids: Sequence[int], work: Callable[[ServerClient], Awaitable[Reply]]) -> Reply:
+        """Choose a server for a prompt and do ``work`` with it, until the prompt is acknowledged or answered.
+
+        Returns:
+            What ``work`` returned.
 
         Raises:
-            RefusedError, RetryableError, ConnectionError: as there.
+            MovedError: another server should do it.
+            NoServerError: there is none.
+            ConnectionError: the one chosen cannot be reached.
+            Exception: whatever ``work`` raised.
         """
-        return await self._on_one(
-            input_ids,
-            lambda client: client.prefill(rid, input_ids, bypass_cache=bypass_cache, predict_from=predict_from),
-        )
-
-    async def answer(self, rid: str, input_ids: Sequence[int], sampling: Mapping[str, Any]) -> tuple[list[int], str]:
-        """Let one server answer one prompt: see ``ServerClient.answer``.
-
-        Raises:
-            RefusedError, RetryableError, ConnectionError: as there.
-        """
-        return await self._on_one(input_ids, lambda client: client.answer(rid, input_ids, sampling))
-
-    async def flush_cache(self, patience_s: float) -> bool:
-        """Empty every server's prefix cache; whether all did so within ``patience_s`` seconds."""
-        return all(await asyncio.gather(*(server.client.flush_cache(patience_s) for server in self._servers)))
-
-    async def _on_one(self, input_ids: Sequence[int], ask: Callable[[ServerClient], Awaitable[_Reply]]) -> _Reply:
         hashes = _block_hashes(input_ids)
         server = self._choose(hashes)
         server.remember(hashes)
+        task = asyncio.ensure_future(work(server.client))
+        flight = _Flight(task)
+        server.flights[flight] = None
         server.tokens += len(input_ids)
         try:
-            return await ask(server.client)
-        except ConnectionError:
-            self._lost(server)
+            return await task
+        except asyncio.CancelledError:
+            if flight.moved:
+                raise MovedError(flight.moved) from None
+            raise
+        except ConnectionError as error:
+            self._lost(server, error)
             raise
         finally:
+            del server.flights[flight]
             server.tokens -= len(input_ids)
 
-    async def healthy(self) -> bool:
-        """Whether one of the servers is up."""
-        return any(await asyncio.gather(*(server.client.healthy() for server in self._servers)))
-
     async def wait_healthy(self, grace_s: float) -> bool:
-        """Wait up to ``grace_s`` seconds for one of the servers to be up."""
-        return await wait_for_any([server.client for server in self._servers], grace_s)
+        """Wait up to ``grace_s`` seconds for one of the servers that capture to be up."""
+        deadline = asyncio.get_running_loop().time() + grace_s
+        while True:
+            # A question that was begun in time is not the last one: this process may have been held up meanwhile.
+            left = deadline - asyncio.get_running_loop().time()
+            # Each time anew: meanwhile servers may be added.
+            clients = [server.client for server in self.servers if server.stopped is None]
+            if clients and await wait_for_any(clients, 0):
+                return True
+            if left <= 0:
+                return False
+            await asyncio.sleep(min(RETRY_PAUSE_S, left))
 
-    async def server_info(self) -> dict[str, Any]:
-        """The first server's account of its settings."""
-        return await self._servers[0].client.server_info()
+    async def flush_cache(self, patience_s: float) -> bool:
+        """Empty the prefix cache of every server that is up; whether all did so within ``patience_s`` seconds."""
+        clients = [server.client for server in self.servers if server.up]
+        return all(await asyncio.gather(*(client.flush_cache(patience_s) for client in clients)))
 
-    def _choose(self, hashes: Sequence[int]) -> _Server:
-        up = [server for server in self._servers if server.up] or self._servers
-        least = min(server.tokens for server in up)
-        free = [server for server in up if server.tokens - least <= SLACK_TOKENS]
+    def note_stops(self, stops: Mapping[str, HsCaptureError]) -> None:
+        """Take work from servers whose capture has stopped, and take those in again that capture anew.
+
+        Args:
+            stops: for each replica that has stopped, the reason.
+
+        Raises:
+            HsCaptureError: none is left, or it is not known which server it was; the reason of one that stopped.
+        """
+        errors = self._errors_of(stops)
+        latest = None
+        for server in self.servers:
+            error = errors.get(server)
+            if error is not None and server.stopped is None:
+                latest = error
+                self._stop(server, error)
+            elif error is None and server.stopped is not None:
+                server.stopped, server.up = None, False
+                self._probe(server)
+        if errors and len(errors) == len(self.servers):
+            raise latest or next(iter(errors.values()))
+
+    def rebalance(self) -> None:
+        """Give half of what the busiest server has in flight, the latest sent, to those that have nothing to do.
+
+        To be called from time to time. A server counts as without work when it has none at two calls in a row: then
+        nothing comes any more, or all that may be in flight is at the others. What the busiest one answers soon is
+        left to it.
+        """
+        usable = [server for server in self.servers if server.usable]
+        idle = [server for server in usable if not server.flights]
+        waiting = [server for server in idle if server.idle]
+        for server in self.servers:
+            server.idle = server in idle
+        busiest = max(usable, key=lambda server: (len(server.flights), server.tokens), default=None)
+        if waiting and busiest is not None and len(busiest.flights) > 1:
+            flights = list(busiest.flights)
+            if time.monotonic() - flights[0].sent_at < SLOW_S:
+                return
+            latest = flights[len(flights) - len(flights) // 2 :]
+            busiest.let_go(latest, f"{busiest.client.url} is slower than others, which have nothing to do")
+
+    def _choose(self, hashes: Sequence[int]) -> Server:
+        candidates = [server for server in self.servers if server.usable]
+        candidates = candidates or [server for server in self.servers if server.stopped is None]
+        if not candidates:
+            raise NoServerError("no server is left")
+        candidates = [server for server in candidates if len(server.flights) < self.max_prompts] or candidates
+        least = min(server.tokens for server in candidates)
+        free = [server for server in candidates if server.tokens - least <= SLACK_TOKENS]
         return max(free, key=lambda server: (server.known(hashes), -server.tokens))
 
-    def _lost(self, server: _Server) -> None:
-        if server.up:
-            server.up = False
-            server.forget_all()
-            probe = asyncio.create_task(self._await_return(server))
-            self._probes.add(probe)
-            probe.add_done_callback(self._probes.discard)
+    def _errors_of(self, stops: Mapping[str, HsCaptureError]) -> dict[Server, HsCaptureError]:
+        """The servers that have stopped, each with its reason; that of nobody known is the one unknown server's."""
+        known = {replica for server in self.servers for replica in server.replicas or ()}
+        unknown = [server for server in self.servers if server.replicas is None]
+        strays = [error for replica, error in stops.items() if replica not in known]
+        if strays and len(unknown) > 1:
+            raise strays[0]
+        found = {server: strays[0] for server in unknown if strays}
+        for server in self.servers:
+            mine = sorted((server.replicas or frozenset()) & stops.keys())
+            if mine:
+                found[server] = stops[mine[0]]
+        return found
 
-    async def _await_return(self, server: _Server) -> None:
-        while not await server.client.healthy():
+    def _stop(self, server: Server, error: HsCaptureError) -> None:
+        server.stopped = error
+        if any(other.stopped is None for other in self.servers):
+            self._say(f"{server.client.url}: {error}. Its work goes to the other servers.")
+        server.let_go(server.flights, f"{server.client.url}: {error}")
+
+    def _lost(self, server: Server, error: ConnectionError) -> None:
+        if server.up and server in self.servers:
+            server.up = False
+            if len(self.servers) > 1:
+                self._say(f"Lost {server.client.url} ({error}). Its work goes to the other servers.")
+            server.let_go((), "")
+            self._probe(server)
+
+    def _probe(self, server: Server) -> None:
+        probe = asyncio.create_task(self._await_return(server))
+        self._probes.add(probe)
+        probe.add_done_callback(self._probes.discard)
+
+    async def _await_return(self, server: Server) -> None:
+        loop = asyncio.get_running_loop()
+        answered, settled = list(server.flights), loop.time() + SETTLE_S
+        while server in self.servers and not await server.client.healthy():
+            if loop.time() >= settled:
+                server.let_go(answered, f"{server.client.url} was lost")
             await asyncio.sleep(RETRY_PAUSE_S)
-        server.up = True
+        if server in self.servers:
+            server.up = True
+            if len(self.servers) > 1:
+                self._say(f"{server.client.url} is back.")
 
 
 async def wait_for_any(clients: Sequence[ServerClient], grace_s: float) -> bool:

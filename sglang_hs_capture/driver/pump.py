@@ -1,4 +1,4 @@
-"""Keeps a server busy: ledger first, then the prompt, then the wait for its acknowledgement, many at a time."""
+"""Keeps the servers busy: ledger first, then the prompt, then the wait for its acknowledgement, many at a time."""
 
 import asyncio
 import time
@@ -24,8 +24,9 @@ class PumpSettings:
     """How much to keep in flight, and when to lose patience.
 
     Attributes:
-        max_prompts: most prompts in flight.
-        max_tokens: most tokens in flight.
+        max_prompts: most prompts in flight, for each server.
+        max_tokens: most tokens in flight ...
+        max_server_tokens: ... or so many for each server, if that is more.
         order_prompts: so many prompts are looked at together, to bring those that share a prefix one after another.
         order_seconds: no longer than so long is waited for that many.
         stall_timeout_s: give up when nothing at all has moved for so long.
@@ -34,6 +35,7 @@ class PumpSettings:
 
     max_prompts: int = 512
     max_tokens: int = 2**21
+    max_server_tokens: int = 2**18
     order_prompts: int = 1024
     order_seconds: float = 1.0
     stall_timeout_s: float = 900.0
@@ -41,7 +43,7 @@ class PumpSettings:
 
 
 class Pump:
-    """Moves the samples of a feed to one server until the feed or the run ends."""
+    """Moves the samples of a feed to the servers until the feed or the run ends."""
 
     def __init__(
         self,
@@ -60,7 +62,8 @@ class Pump:
         self._journals, self._sessions = journals, sessions
         self._settings, self._ending, self._view = settings, ending, view
         self._prefix_cache = prefix_cache
-        self._window = Window(settings.max_prompts, settings.max_tokens)
+        self._window = Window(self._limits)
+        target.pool.max_prompts = settings.max_prompts
         self._tasks: set[asyncio.Task[None]] = set()
         self._moved_at = time.monotonic()
         self._rows = 0
@@ -82,6 +85,11 @@ class Pump:
                 task.cancel()
             await asyncio.gather(watcher, *self._tasks, return_exceptions=True)
             self._show()
+
+    def _limits(self) -> tuple[int, int]:
+        servers, settings = self._target.pool.size, self._settings
+        tokens = settings.max_tokens if servers == 1 else max(settings.max_tokens, servers * settings.max_server_tokens)
+        return servers * settings.max_prompts, tokens
 
     async def _send(self) -> None:
         gathering = asyncio.create_task(self._gather())
@@ -155,7 +163,8 @@ class Pump:
     def _check_health(self) -> None:
         self._target.check_alive()
         self._sessions.poll()
-        self._sessions.check()
+        self._target.pool.note_stops(self._sessions.stops())
+        self._target.pool.rebalance()
         rows = self._sessions.counters().rows
         if rows != self._rows or not self._window.prompts:
             self._rows, self._moved_at = rows, time.monotonic()

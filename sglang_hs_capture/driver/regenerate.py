@@ -15,7 +15,7 @@ from sglang_hs_capture.driver.answers import Answers
 from sglang_hs_capture.driver.client import RefusedError, RetryableError, ServerClient, Window
 from sglang_hs_capture.driver.delivery import RESEND_PAUSE_S, DeliverySettings, DroppedError, regain
 from sglang_hs_capture.driver.ending import Ending
-from sglang_hs_capture.driver.pool import ServerPool
+from sglang_hs_capture.driver.pool import MovedError, ServerPool
 from sglang_hs_capture.driver.progress import AnswerSnapshot, ProgressView
 from sglang_hs_capture.store.schema import sample_key
 from sglang_hs_capture.text import shown
@@ -49,21 +49,21 @@ class AnswerSettings:
 
 
 @dataclass(frozen=True)
-class AnsweringServer:
-    """A server that is up.
+class AnsweringServers:
+    """Servers that are up.
 
     Attributes:
-        client: to talk to it.
-        rid_prefix: what ids of requests that it captures begin with.
-        max_tokens: the longest prompt that it captures; None if it does not tell.
+        pool: to talk to them.
+        rid_prefix: what ids of requests that they capture begin with.
+        max_tokens: the longest prompt that they capture; None if they do not tell.
     """
 
-    client: ServerClient | ServerPool
+    pool: ServerPool
     rid_prefix: str
     max_tokens: int | None
 
 
-OpenServer = Callable[[], Awaitable[AnsweringServer | None]]
+OpenServer = Callable[[], Awaitable[AnsweringServers | None]]
 
 
 class Regeneration:
@@ -85,7 +85,7 @@ class Regeneration:
             directory: the dataset, where answers are kept.
             settings: how the model answers.
             max_length: longest prompt and answer together that the user wants, in tokens.
-            max_prompts: most prompts in flight.
+            max_prompts: most prompts in flight, for each server.
             delivery: how often a prompt is tried, and how long a lost server is waited for.
         """
         self.settings, self.max_length, self.max_prompts, self.delivery = settings, max_length, max_prompts, delivery
@@ -105,7 +105,7 @@ class Regeneration:
             ConfigError: there are answers of other settings, or one that belongs to another prompt.
         """
         answers = Answers(self._directory, self.settings.to_json())
-        server: AnsweringServer | None = None
+        server: AnsweringServers | None = None
         work: _Work | None = None
         try:
             async for prompt in self._missing(answers, note, ending):
@@ -123,7 +123,7 @@ class Regeneration:
                 self.answered = work.answered
             answers.close()
         # What the answers left in the cache are rows that nobody stored.
-        if server is not None and not ending.stopped and not await server.client.flush_cache(FLUSH_PATIENCE_S):
+        if server is not None and not ending.stopped and not await server.pool.flush_cache(FLUSH_PATIENCE_S):
             view.say("The server's prefix cache could not be emptied: prompts found in it are computed a second time.")
 
     def of_this_run(self, samples: Iterable[Prepared]) -> Iterator[Prepared]:
@@ -158,14 +158,14 @@ class _Work:
         self,
         plan: Regeneration,
         answers: Answers,
-        server: AnsweringServer,
+        server: AnsweringServers,
         note: Note,
         ending: Ending,
         view: ProgressView,
     ) -> None:
         self._plan, self._answers, self._server = plan, answers, server
         self._note, self._ending, self._view = note, ending, view
-        self._window = Window(plan.max_prompts, MAX_TOKENS_IN_FLIGHT)
+        self._window = Window(lambda: (server.pool.size * plan.max_prompts, MAX_TOKENS_IN_FLIGHT))
         self._tasks: set[asyncio.Task[None]] = set()
         self._longest = min((end for end in (plan.max_length, server.max_tokens) if end is not None), default=None)
         self._synced_at = time.monotonic()
@@ -227,19 +227,25 @@ class _Work:
         }
         # The prompt alone is not to be captured, so its request's id must not begin as those do that are.
         name = "regenerate" if self._server.rid_prefix.startswith("a") else "answer"
-        delivery, reason = self._plan.delivery, ""
-        for attempt in range(delivery.attempts):
-            if attempt:
-                await asyncio.sleep(RESEND_PAUSE_S)
+        tokens = prompt.input_ids.tolist()
+
+        async def send(client: ServerClient) -> tuple[list[int], str]:
             rid = f"{name}-{sample_key(prompt.id)}-{time.monotonic_ns():x}"
+            return await client.answer(rid, tokens, sampling)
+
+        delivery, failures = self._plan.delivery, 0
+        while True:
             try:
-                return await self._server.client.answer(rid, prompt.input_ids.tolist(), sampling)
-            except RetryableError as error:
-                reason = str(error)
-            except ConnectionError as error:
-                reason = str(error)
-                await regain(self._server.client, error, delivery.grace_s)
-        raise DroppedError(f"not answered in {delivery.attempts} attempts; the last one: {reason}")
+                return await self._server.pool.serve(tokens, send)
+            except MovedError:
+                continue
+            except (RetryableError, ConnectionError) as error:
+                if isinstance(error, ConnectionError):
+                    await regain(self._server.pool, error, delivery.grace_s)
+                failures += 1
+                if failures == delivery.attempts:
+                    raise DroppedError(f"not answered in {failures} attempts; the last one: {error}") from None
+                await asyncio.sleep(RESEND_PAUSE_S)
 
     def _leave_out(self, prompt: Prompt, reason: str) -> None:
         self._note(InputProblem(prompt.source, reason, prompt.id))

@@ -16,7 +16,7 @@ from sglang_hs_capture.driver.intake import Intake, OnBadInput
 from sglang_hs_capture.driver.known_answers import AnswerBook
 from sglang_hs_capture.driver.progress import ProgressView
 from sglang_hs_capture.driver.pump import Pump, PumpSettings
-from sglang_hs_capture.driver.regenerate import AnsweringServer, Regeneration
+from sglang_hs_capture.driver.regenerate import AnsweringServers, Regeneration
 from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.driver.target import Target
 from sglang_hs_capture.driver.watch import JournalWatch, SessionWatch
@@ -30,6 +30,8 @@ LOCK_TIMEOUT_S = 1.0
 SPARE_FILES = 256
 KNOWN_ANSWERS = 8
 _GO_ON = "all acknowledged samples are safe, run again to go on"
+# Each prompt in flight has a connection, and more servers may come while the run goes on.
+SERVERS = 64
 Samples = Iterable[Prepared]
 
 
@@ -126,11 +128,11 @@ class CaptureRun:
         return self._sessions
 
     async def _answer(self, regeneration: Regeneration, intake: Intake) -> None:
-        async def server() -> AnsweringServer | None:
+        async def server() -> AnsweringServers | None:
             sessions = await self._open()
             if sessions is None:
                 return None
-            return AnsweringServer(self._target.client, sessions[0].rid_prefix, shortest_limit(sessions))
+            return AnsweringServers(self._target.pool, sessions[0].rid_prefix, shortest_limit(sessions))
 
         try:
             await regeneration.run(server, intake.note, self._ending, self._view)
@@ -146,7 +148,7 @@ class CaptureRun:
             intake.limit_prompts(limit)
         replicas = {replica_of(record) for record in sessions}
         answers = AnswerBook(self._settings.output, self._settings.known_answers * len(replicas))
-        delivery = Delivery(self._target.client, sessions[0].rid_prefix, self._settings.delivery, answers)
+        delivery = Delivery(self._target.pool, sessions[0].rid_prefix, self._settings.delivery, answers)
         watch = SessionWatch(self._settings.output, sessions)
         pump = Pump(
             intake=intake,
@@ -195,7 +197,7 @@ def run_capture(
 ) -> Summary:
     """Run to the end, from the main thread of a program; see ``CaptureRun``."""
 
-    _allow_open_files(settings.pump.max_prompts + SPARE_FILES)
+    _allow_open_files(settings.pump.max_prompts * SERVERS + SPARE_FILES)
 
     async def main() -> Summary:
         return await CaptureRun(target, samples, settings, view, regeneration).run()

@@ -40,16 +40,17 @@ class ManagedServer:
     arranges.
     """
 
-    def __init__(self, plan: LaunchPlan, directory: Path) -> None:
+    def __init__(self, plan: LaunchPlan, directory: Path, log_name: str = LOG_FILE) -> None:
         """Start nothing yet.
 
         Args:
             plan: how to start the server; ``plan.capture.run_id`` is what its session records will be known by.
             directory: the dataset, where the log goes as well.
+            log_name: the log's name there.
         """
         self.plan = plan
         self.directory = directory
-        self.log_path = directory / LOG_FILE
+        self.log_path = directory / log_name
         self._log_start = 0
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -1,7 +1,7 @@
 """Puts a run together: on a server of its own, or on one that is running already."""
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -12,6 +12,8 @@ from sglang_hs_capture.driver.answers import ANSWERS_FILE
 from sglang_hs_capture.driver.check import check_output, find_model, make_output
 from sglang_hs_capture.driver.launch import flag_value, plan_server
 from sglang_hs_capture.driver.progress import ProgressView
+from sglang_hs_capture.driver.ray_cluster import RayEngines, RayPlan, connect, default_resources, replicas_of
+from sglang_hs_capture.driver.ray_host import EngineRequest
 from sglang_hs_capture.driver.regenerate import AnswerSettings, Regeneration
 from sglang_hs_capture.driver.run import RunSettings, Samples, run_capture
 from sglang_hs_capture.driver.server import free_port
@@ -99,6 +101,62 @@ def run_on_own_server(
     check_output(settings.output, config, plan.capture)
     target = OwnServer(plan, settings.output, config, start_timeout_s, notice)
     return run_capture(target, samples, settings, view, again)
+
+
+def run_on_ray(
+    model: str,
+    source: Source,
+    capture: CaptureConfig,
+    settings: RunSettings,
+    view: ProgressView,
+    *,
+    sglang_args: Sequence[str] = (),
+    cpu: bool = False,
+    address: str,
+    engines: int | None,
+    nodes: int = 1,
+    resources: Mapping[str, float] | None = None,
+    start_timeout_s: float,
+    answers: AnswerSettings | None = None,
+) -> Summary:
+    """Start engines on a Ray cluster, capture, and stop them.
+
+    Args:
+        address: the cluster's.
+        engines: how many engines; None for as many as there is room for.
+        nodes: nodes of one engine.
+        resources: what Ray sets aside on each node of an engine; None for what follows from SGLang's flags.
+        answers: see ``run_on_own_server``.
+
+    Raises:
+        HsCaptureError: nothing was begun; errors that come later are told by the summary.
+    """
+    config = find_model(model)
+    vocab_size = config.vocab_size if config else None
+    samples, again = _input(
+        source, settings, answers, max_length=_context_length(config, sglang_args), vocab_size=vocab_size
+    )
+    checked = plan_server(model, capture, sglang_args, cpu=cpu).capture
+    plan = RayPlan(
+        address,
+        engines,
+        resources or default_resources(sglang_args, cpu=cpu, nodes=nodes),
+        replicas_of(sglang_args),
+    )
+    make_output(settings.output)
+    check_output(settings.output, config, checked)
+    marker = f"run-{uuid.uuid4().hex}"
+    request = EngineRequest(
+        model, capture, tuple(sglang_args), cpu, nodes, start_timeout_s, marker, answers is not None
+    )
+    connect(plan.address)
+    # While no engine is up, nothing moves, and nothing is wrong.
+    patient = replace(
+        settings,
+        delivery=replace(settings.delivery, grace_s=start_timeout_s),
+        pump=replace(settings.pump, stall_timeout_s=settings.pump.stall_timeout_s + start_timeout_s),
+    )
+    return run_capture(RayEngines(plan, request), samples, patient, view, again)
 
 
 def run_on_running_servers(

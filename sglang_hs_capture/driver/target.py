@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_hs_capture.config import CONFIG_KEY
+from sglang_hs_capture.config import CONFIG_KEY, CaptureConfig
 from sglang_hs_capture.driver.client import ServerClient
 from sglang_hs_capture.driver.launch import LaunchPlan
-from sglang_hs_capture.driver.pool import ServerPool
+from sglang_hs_capture.driver.pool import Say, Server, ServerPool
 from sglang_hs_capture.driver.preflight import check_plugin
 from sglang_hs_capture.driver.server import ManagedServer
-from sglang_hs_capture.errors import DatasetMismatchError, EngineError
+from sglang_hs_capture.errors import ConfigError, DatasetMismatchError, EngineError
 from sglang_hs_capture.model_config import ModelConfig
 from sglang_hs_capture.store.identity import DATASET_FILE, read_info
 from sglang_hs_capture.store.recovery import recover_dataset
@@ -23,27 +23,26 @@ from sglang_hs_capture.store.session import (
     is_running,
     missing_columns,
     read_sessions,
+    replica_names,
     replica_of,
     write_session,
 )
 
-Say = Callable[[str], None]
-
 
 class Target(ABC):
-    """A server that captures into the dataset."""
+    """The servers that capture into the dataset."""
 
-    client: ServerClient | ServerPool
+    pool: ServerPool
 
     @abstractmethod
     async def open(self, say: Say) -> list[SessionRecord]:
-        """Make sure that the server is up and captures.
+        """Make sure that the servers are up and capture.
 
         Args:
             say: shows one line to the user.
 
         Returns:
-            The session records of its writers.
+            The session records of their writers.
 
         Raises:
             HsCaptureError: it is not, or does not; where it refused to capture, of the class of its own reason.
@@ -51,7 +50,7 @@ class Target(ABC):
 
     @abstractmethod
     def check_alive(self) -> None:
-        """Raise if the server is known to have ended.
+        """Raise if no server is left.
 
         Raises:
             HsCaptureError: with the reason as far as it is known.
@@ -59,11 +58,11 @@ class Target(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Let go of the server."""
+        """Let go of the servers."""
 
     @abstractmethod
     def kill(self) -> None:
-        """Let go of it at once."""
+        """Let go of them at once."""
 
 
 class OwnServer(Target):
@@ -87,9 +86,10 @@ class OwnServer(Target):
         capture_class = await check_plugin(self._architectures, self._plan.environment)
         say(f"Starting SGLang with {capture_class}; its output goes to {self._server.log_path}")
         self._started = True
-        self.client = ServerClient(self._plan.url, api_key=self._plan.api_key)
+        client = ServerClient(self._plan.url, api_key=self._plan.api_key)
+        self.pool = ServerPool([Server(client)], say)
         self._server.start()
-        sessions = await self._server.wait_ready(self.client, self._start_timeout_s)
+        sessions = await self._server.wait_ready(client, self._start_timeout_s)
         say(f"SGLang {sessions[0].sglang_version} is up and captures {', '.join(sessions[0].model['columns'])}.")
         return sessions
 
@@ -100,7 +100,7 @@ class OwnServer(Target):
         """Stop the server, and finish the shards in case it was in no state to."""
         if not self._started:
             return
-        await self.client.close()
+        await self.pool.close()
         await self._server.stop()
         if (self._directory / DATASET_FILE).exists():
             recover_dataset(self._directory)
@@ -142,19 +142,18 @@ class RunningServers(Target):
         self._opened = False
 
     async def open(self, say: Say) -> list[SessionRecord]:
-        clients = [ServerClient(url, api_key=self._api_key) for url in self._urls]
-        self.client = clients[0] if len(clients) == 1 else ServerPool(clients)
+        self.pool = ServerPool([Server(ServerClient(url, api_key=self._api_key)) for url in self._urls], say)
         self._opened = True
-        for client, up in zip(
-            clients, await asyncio.gather(*(client.wait_healthy(self._grace_s) for client in clients)), strict=True
-        ):
+        clients = [server.client for server in self.pool.servers]
+        ups = await asyncio.gather(*(client.wait_healthy(self._grace_s) for client in clients))
+        for server, up in zip(self.pool.servers, ups, strict=True):
             if not up:
                 raise EngineError(
-                    f"{client.url}: no healthy SGLang server answered within {self._grace_s:g} s; check the URL, and "
-                    "that the server is up"
+                    f"{server.client.url}: no healthy SGLang server answered within {self._grace_s:g} s; check the "
+                    "URL, and that the server is up"
                 )
-            await self._check_output_dir(client)
-        where = self.client.url
+            await self._ask_settings(server)
+        where = self.pool.url
         sessions = [record for record in read_sessions(self._directory) if record.state in ("ready", "stopped")]
         sessions = [record for record in sessions if is_running(record) is not False]
         if not sessions:
@@ -177,7 +176,7 @@ class RunningServers(Target):
         for replica in replicas:
             if missing := missing_columns(record for record in sessions if replica_of(record) == replica):
                 raise EngineError(
-                    f"{self.client.url}: no process of {replica} captures {', '.join(missing)} into "
+                    f"{self.pool.url}: no process of {replica} captures {', '.join(missing)} into "
                     f"{self._directory}: expected one of each pipeline stage that has such layers; see the server's log"
                 )
         if len(replicas) < len(self._urls):
@@ -186,33 +185,37 @@ class RunningServers(Target):
                 f"{', '.join(replicas)}; start each with a --replica of its own"
             )
 
-    async def _check_output_dir(self, client: ServerClient) -> None:
-        """Compare the output directories where the server tells its own."""
-        info = await client.server_info()
-        there = output_dir_of(info)
-        if there and Path(there).resolve() != self._directory.resolve():
+    async def _ask_settings(self, server: Server) -> None:
+        """Where the server tells its settings, compare the output directories, and note whose work is its own."""
+        info = await server.client.server_info()
+        capture = capture_of(info)
+        if capture is None:
+            return
+        if Path(capture.output_dir).resolve() != self._directory.resolve():
             raise EngineError(
-                f"the server at {client.url} captures into {there}, not into --output {self._directory}; give the "
-                "server's own directory"
+                f"the server at {server.client.url} captures into {capture.output_dir}, not into --output "
+                f"{self._directory}; give the server's own directory"
             )
+        ranks = max(int(info.get(name) or 1) for name in ("dp_size", "attn_dp_size"))
+        server.replicas = replica_names(capture.replica, ranks)
 
     def check_alive(self) -> None:
         """Nothing is known of somebody else's process; a lost connection tells."""
 
     async def close(self) -> None:
         if self._opened:
-            await self.client.close()
+            await self.pool.close()
 
     def kill(self) -> None:
         """Somebody else's server goes on."""
 
 
-def output_dir_of(server_info: Mapping[str, Any]) -> str | None:
-    """The directory a server captures into, from its own account of its settings; None where it does not tell."""
+def capture_of(server_info: Mapping[str, Any]) -> CaptureConfig | None:
+    """A server's capture settings, from its own account of its settings; None where it does not tell."""
     try:
         overrides = json.loads(server_info.get("json_model_override_args") or "{}")
         if CONFIG_KEY not in overrides:
             overrides = json.loads((Path(server_info["model_path"]) / "config.json").read_text(encoding="utf-8"))
-        return str(overrides[CONFIG_KEY]["output_dir"])
-    except (OSError, ValueError, TypeError, KeyError):
+        return CaptureConfig.from_mapping(overrides[CONFIG_KEY])
+    except (OSError, ValueError, TypeError, KeyError, ConfigError):
         return None

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from sglang_hs_capture.errors import StoreError, class_of_kind
+from sglang_hs_capture.errors import HsCaptureError, StoreError, class_of_kind
 from sglang_hs_capture.store.identity import read_info
 from sglang_hs_capture.store.journal import JournalTail, malformed
 from sglang_hs_capture.store.replay import journal_path, journal_writers
@@ -11,6 +11,7 @@ from sglang_hs_capture.store.schema import FailureRecord, SampleRecord, ShardRec
 from sglang_hs_capture.store.session import Counters, SessionRecord, read_sessions, replica_of
 
 _SHARED = ("rows", "samples", "failed", "incomplete")
+_NOW = ("ring_bytes", "slot_table_bytes")
 
 
 class JournalWatch:
@@ -68,12 +69,18 @@ class JournalWatch:
 
 
 class SessionWatch:
-    """Follows the session records of one server's writers; counters are told from the start of the watch."""
+    """Follows the session records of a run's servers, those included that begin while it goes on.
+
+    Counters are told from the start of the watch.
+    """
 
     def __init__(self, directory: Path, sessions: list[SessionRecord]) -> None:
         self._directory = directory
-        self._latest = {record.writer: record for record in sessions}
+        # Each writer's sessions in turn: a server may be started anew.
+        self._sessions = {record.writer: [record] for record in sessions}
         self._base = {record.session_id: record.counters for record in sessions}
+        followed = {record.session_id for record in sessions}
+        self._others = {record.session_id for record in read_sessions(directory)} - followed
 
     def poll(self) -> list[SessionRecord]:
         """Read the records anew.
@@ -82,23 +89,28 @@ class SessionWatch:
             CorruptionError, StoreError: one of them cannot be read.
         """
         for record in read_sessions(self._directory):
-            if record.writer in self._latest:
-                self._latest[record.writer] = record
-        return list(self._latest.values())
+            if record.session_id in self._others:
+                continue
+            known = self._sessions.setdefault(record.writer, [record])
+            if known[-1].session_id == record.session_id:
+                known[-1] = record
+            else:
+                known.append(record)
+        return [known[-1] for known in self._sessions.values()]
 
-    def check(self) -> None:
-        """Raise if capture has stopped.
+    def stops(self) -> dict[str, HsCaptureError]:
+        """For each server or replica whose capture has stopped, such as ``dp0``, the reason.
 
-        Raises:
-            HsCaptureError: with the capturing process's own reason, and of that error's class; a StoreError where the
-                record names no class.
+        It is the capturing process's own, and of that error's class; a StoreError where the record names no class.
         """
-        for record in self._latest.values():
+        found: dict[str, HsCaptureError] = {}
+        for *_, record in self._sessions.values():
             if record.state == "stopped":
                 reason = record.error or "no reason given"
                 kind = class_of_kind(record.error_kind, StoreError)
                 safe = "" if "acknowledged" in reason else "; all acknowledged samples are safe"
-                raise kind(f"capture has stopped: {reason}{safe}; run again to go on")
+                found.setdefault(replica_of(record), kind(f"capture has stopped: {reason}{safe}; run again to go on"))
+        return found
 
     def counters(self) -> Counters:
         """What all writers together have done since the watch began.
@@ -106,15 +118,17 @@ class SessionWatch:
         The stages of a pipeline count the same rows and samples, each for its own columns: the furthest one tells.
         """
         total = Counters()
-        shared: dict[tuple[str, str], float] = {}
-        for record in self._latest.values():
-            base = self._base.get(record.session_id, Counters())
-            replica = replica_of(record)
-            for name, value in vars(record.counters).items():
-                gain = value if name == "ring_bytes" else value - getattr(base, name)
-                if name in _SHARED:
-                    gain, before = max(gain, shared.get((replica, name), 0)), shared.get((replica, name), 0)
-                    shared[replica, name] = gain
-                    gain -= before
-                setattr(total, name, getattr(total, name) + gain)
+        shared: dict[tuple[str, int, str], float] = {}
+        for known in self._sessions.values():
+            for number, record in enumerate(known):
+                base = self._base.get(record.session_id, Counters())
+                for name, value in vars(record.counters).items():
+                    now = value if record is known[-1] else 0
+                    gain = now if name in _NOW else value - getattr(base, name)
+                    if name in _SHARED:
+                        key = (replica_of(record), number, name)
+                        gain, before = max(gain, shared.get(key, 0)), shared.get(key, 0)
+                        shared[key] = gain
+                        gain -= before
+                    setattr(total, name, getattr(total, name) + gain)
         return total

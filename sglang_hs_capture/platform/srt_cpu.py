@@ -53,15 +53,17 @@ class CaptureCpuPlatform(CpuDeviceMixin, SRTPlatform):
         core busy while it waits.
 
         Raises:
-            EngineError: a GPU is visible, DP attention is on, or this SGLang would use NCCL between several ranks.
+            EngineError: a GPU is visible, or this SGLang would use NCCL between several ranks.
         """
         if torch.cuda.is_available():
             raise EngineError(
                 "SGLANG_PLATFORM=hs_capture_cpu on a machine with a GPU: SGLang would use both; hide the GPU with "
                 'CUDA_VISIBLE_DEVICES="", or unset SGLANG_PLATFORM to serve on it'
             )
-        if server_args.enable_dp_attention:
-            raise EngineError("--enable-dp-attention: SGLang pins host memory for it, which needs a GPU; leave it out")
+        if server_args.enable_dp_attention or getattr(server_args, "attn_dp_size", 1) > 1:
+            # Rows of all ranks are put together by a Triton kernel, which only its interpreter runs here. It is read
+            # from the environment when Triton is imported, by the ranks' processes.
+            os.environ["TRITON_INTERPRET"] = "1"
         defaults = {
             "max_total_tokens": MAX_TOTAL_TOKENS,
             "max_running_requests": MAX_RUNNING_REQUESTS,
@@ -79,16 +81,25 @@ class CaptureCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def init_backend(self) -> None:
         """Run every attention of a DeepSeek-style layer through the absorbed form of MLA, and everything eagerly.
 
+        The backend is SGLang's own with what it lacks for DP attention.
+
         The method that SGLang falls back to for ``torch_native`` expands the latent cache for prompts without a prefix,
         and gives wrong values with this backend.
         """
+        from sglang.srt.layers.attention.attention_registry import register_attention_backend
         from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
         from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
         def absorbed(attn: Any, forward_batch: Any) -> Any:
             return AttnForwardMethod.MLA
 
+        def padded(model_runner: Any) -> Any:
+            from sglang_hs_capture.platform.padded import PaddedAttentionBackend
+
+            return PaddedAttentionBackend(model_runner)
+
         AttentionBackendRegistry.register(ATTENTION_BACKEND, absorbed)
+        register_attention_backend(ATTENTION_BACKEND)(padded)
         torch.compiler.set_stance("force_eager")
 
 

@@ -31,6 +31,8 @@ _REMEDIES = {
     errno.ENFILE: _RAISE_FILES,
 }
 _SEE_LOG = "see what the system's log says of the disk"
+# Another file system, one without links, links forbidden, too many of them.
+_NO_LINK = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EMLINK)
 _SYNC_FILE_RANGE_WRITE = 2
 # Not in Python's ``os``, and not in every C library.
 _sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
@@ -134,6 +136,17 @@ def rename_all(pairs: Sequence[tuple[Path, Path]]) -> None:
         os.rename(old, new)
     for folder in dict.fromkeys(new.parent for _, new in pairs):
         fsync_dir(folder)
+
+
+def link(old: Path, new: Path) -> bool:
+    """Give a file a second name, not durable until the folder is; False where the file system cannot."""
+    try:
+        os.link(old, new)
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        return False
+    return True
 
 
 def remove(path: Path) -> None:

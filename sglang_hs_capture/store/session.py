@@ -166,6 +166,11 @@ def replica_of(record: SessionRecord) -> str:
     return record.writer.split("-", maxsplit=1)[0]
 
 
+def replica_names(first: int, count: int) -> frozenset[str]:
+    """The names of a server's replicas: ``dp4`` and ``dp5`` for two of them, the first of which has number 4."""
+    return frozenset(f"dp{first + number}" for number in range(count))
+
+
 def read_sessions(directory: Path) -> list[SessionRecord]:
     """The latest session of each writer, ordered by writer."""
     records = (read_session(path) for path in sorted(directory.glob("session-*.json")))

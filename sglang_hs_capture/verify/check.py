@@ -22,6 +22,7 @@ from sglang_hs_capture.store.elements import to_float32
 from sglang_hs_capture.store.identity import DATASET_FILE, FINAL_NORM_FILE, SHARD_FOLDER, read_info
 from sglang_hs_capture.store.index import SampleEntry
 from sglang_hs_capture.store.known_answers import KNOWN_ANSWERS_FILE
+from sglang_hs_capture.store.origin import Origin, origin_path, read_origins
 from sglang_hs_capture.store.replay import ShardState, journal_writers
 from sglang_hs_capture.store.schema import DTYPE_OF_SAFETENSORS, DatasetInfo, RowsRecord, check_writer
 from sglang_hs_capture.store.session import is_running, read_session
@@ -160,6 +161,7 @@ class _Check:
         self._result = CheckResult(str(directory), self._info, self._findings, Statistics(self._info.columns))
         self._states: dict[tuple[str, int], ShardState] = {}
         self._lock = threading.Lock()
+        self._origins_read: dict[str, tuple[Origin, ...]] = {}
         self._open = lru_cache(OPEN_SHARDS)(self._open_shard)
 
     def run(self) -> CheckResult:
@@ -274,7 +276,7 @@ class _Check:
             affected = owners.of(writer, number, 0, state.rows)
             try:
                 file = ShardFile(self._directory, layout, state.rows)
-                check_file(file, state, self._result.live, self._findings)
+                check_file(file, state, self._result.live, self._findings, self._origins(writer))
             except FileNotFoundError:
                 text = f"the journal has {state.rows} durable rows in it, and it is not there" + _such_as(affected)
                 self._findings.add(Finding("shard-missing", text, name), affected)
@@ -290,6 +292,16 @@ class _Check:
             jobs += jobs_of(file, records)
             file.close()
         return jobs
+
+    def _origins(self, writer: str) -> tuple[Origin, ...]:
+        """Where a writer's shards were written, as far as it can be read."""
+        if writer not in self._origins_read:
+            self._origins_read[writer] = ()
+            try:
+                self._origins_read[writer] = read_origins(self._directory, writer)
+            except StoreError as error:
+                self._findings.add(Finding("origin-file", str(error), origin_path(self._directory, writer).name))
+        return self._origins_read[writer]
 
     def _check_tokens(self, pool: ThreadPoolExecutor, samples: Sequence[SampleEntry]) -> None:
         ordered = sorted(samples, key=lambda sample: (sample.writer, sample.extents[0]))

@@ -35,6 +35,7 @@ _RUN_AGAIN = "run the same capture again, which captures what is missing"
 # docs/verify.md explains each of them.
 KINDS = {
     "dataset-file": Kind(Severity.ERROR, RESTORE),
+    "origin-file": Kind(Severity.ERROR, RESTORE),
     "journal-line": Kind(Severity.ERROR, RESTORE),
     "journal-record": Kind(Severity.ERROR, RESTORE),
     "ledger-line": Kind(Severity.ERROR, RESTORE),

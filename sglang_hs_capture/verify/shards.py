@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from sglang_hs_capture.errors import CorruptionError, StoreError
 from sglang_hs_capture.store import fs
+from sglang_hs_capture.store.origin import Origin, layout_as_written
 from sglang_hs_capture.store.replay import ShardState
 from sglang_hs_capture.store.schema import DatasetInfo, RowsRecord, to_hex
 from sglang_hs_capture.store.shard import TOKEN_DTYPE, TOKEN_TENSORS, ShardLayout, ShardPaths
@@ -149,10 +150,13 @@ class ShardFile:
         self.close()
 
 
-def check_file(shard: ShardFile, state: ShardState, live: bool, findings: Findings) -> None:
+def check_file(
+    shard: ShardFile, state: ShardState, live: bool, findings: Findings, origins: Sequence[Origin] = ()
+) -> None:
     """Compare a shard's size and header with what its journal says.
 
     Args:
+        origins: where the writer's shards were written, if not in this dataset.
         live: whether a capture may be writing: then a file may have more rows than the journal had when it was read.
     """
     if not shard.finished:
@@ -167,7 +171,7 @@ def check_file(shard: ShardFile, state: ShardState, live: bool, findings: Findin
         return
     found = shard.head(shard.layout.record.data_offset)
     try:
-        wanted = shard.layout.header(state.rows)
+        wanted = layout_as_written(shard.layout, origins).header(state.rows)
     except CorruptionError as error:
         findings.add(Finding("shard-header", str(error), shard.name))
         return

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from tests.integration.conftest import running_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-CHUNK, SAMPLES = 64, 240
+CHUNK, SAMPLES = 64, 600
 BOUNDARIES = (0, 4, 7)
 COMMAND = [sys.executable, "-m", "sglang_hs_capture.cli.main"]
 
@@ -48,6 +49,15 @@ def acknowledged(dataset: Path, replica: int) -> int:
     return journal.read_text().count('"t":"sample"') if journal.exists() else 0
 
 
+def wait_for(run: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
+    """Wait for something to happen while the run goes on."""
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert run.poll() is None, run.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_a_server_that_is_killed_and_started_again_costs_nothing(deepseek_checkpoint: Path, tmp_path: Path):
     data, dataset, urls = tmp_path / "data.jsonl", tmp_path / "dataset", tmp_path / "servers.txt"
     asked = prompts()
@@ -66,15 +76,16 @@ def test_a_server_that_is_killed_and_started_again_costs_nothing(deepseek_checkp
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
             ) as run:
                 try:
-                    deadline = time.monotonic() + 240
-                    while min(acknowledged(dataset, 0), acknowledged(dataset, 1)) < 10:
-                        assert run.poll() is None, run.stdout.read()
-                        assert time.monotonic() < deadline
-                        time.sleep(0.05)
+                    wait_for(run, lambda: min(acknowledged(dataset, 0), acknowledged(dataset, 1)) >= 10)
                     os.killpg(first.process.pid, signal.SIGKILL)
+                    went_on = acknowledged(dataset, 1)
+                    wait_for(run, lambda: acknowledged(dataset, 1) >= went_on + 10)
                     before = acknowledged(dataset, 0)
+                    # So that there is work left when the server is back, however long its start takes.
+                    run.send_signal(signal.SIGSTOP)
                     again = flags(dataset, 0)
                     with running_server(deepseek_checkpoint, tmp_path / "c.log", *again, env=env, port=port):
+                        run.send_signal(signal.SIGCONT)
                         said = run.communicate(timeout=240)[0]
                 finally:
                     run.kill()
@@ -83,8 +94,11 @@ def test_a_server_that_is_killed_and_started_again_costs_nothing(deepseek_checkp
     assert sorted(sample.id for sample in got.samples) == sorted(asked)
     assert {sample.parts[0].writer for sample in got.samples} == {"dp0-pp0", "dp1-pp0"}
     assert before >= 10
+    assert acknowledged(dataset, 0) > before, "the server that came back had nothing to do"
+    assert f"Lost {first.url}" in said
+    assert f"{first.url} is back." in said
     assert {record.writer for record in read_sessions(dataset)} == {"dp0-pp0", "dp1-pp0"}
-    for number in range(0, len(got), 12):
+    for number in range(0, len(got), 30):
         sample, entry = got[number], got.samples[number]
         assert sample["input_ids"].tolist() == asked[entry.id]
         expected = reference_states(deepseek_checkpoint, asked[entry.id], BOUNDARIES, Final.PRE_NORM)

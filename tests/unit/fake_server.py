@@ -19,6 +19,8 @@ from sglang_hs_capture.store.schema import DatasetInfo
 from sglang_hs_capture.store.session import Counters, SessionRecord, write_session
 from sglang_hs_capture.store.writer import StoreWriter
 
+SLOW_S = 0.3
+
 INFO = DatasetInfo(
     boundaries=(1,),
     columns=("boundary:1", "final:pre_norm"),
@@ -48,7 +50,8 @@ class FakeServer:
     ``behave`` gets each request's number and rid, and says what happens to it: ``ok``, ``mismatch`` (states of other
     tokens are stored), ``failed`` (the journal says so), ``silent`` (never acknowledged), ``refuse`` (HTTP 400),
     ``no_logprobs`` (likewise, only where log-probabilities are asked for), ``error`` (HTTP 500), ``busy`` (HTTP 503),
-    ``cut`` (the connection breaks), ``late`` (acknowledged when the next request comes).
+    ``cut`` (the connection breaks), ``late`` (acknowledged when the next request comes), ``slow`` (``ok`` after a
+    while).
     """
 
     def __init__(
@@ -119,6 +122,13 @@ class FakeServer:
         self.record.state, self.record.error, self.record.error_kind = "stopped", reason, kind
         write_session(self.directory, self.record)
 
+    def start_anew(self) -> None:
+        """Say in the session record that another process captures here now."""
+        self.record.session_id = f"{int(self.record.session_id, 16) + 1:032x}"
+        self.record.state, self.record.error, self.record.error_kind = "ready", None, None
+        self.record.counters = Counters()
+        write_session(self.directory, self.record)
+
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()
 
@@ -128,7 +138,8 @@ class FakeServer:
         return web.Response(status=200 if self.flushes > 1 else 400)
 
     async def _info(self, _: web.Request) -> web.Response:
-        overrides = {"hs_capture": {"output_dir": str(self.directory)}}
+        replica = int(self.record.writer.removeprefix("dp").partition("-")[0])
+        overrides = {"hs_capture": {"output_dir": str(self.directory), "replica": replica}}
         return web.json_response({"json_model_override_args": json.dumps(overrides)})
 
     async def _generate(self, request: web.Request) -> web.Response:
@@ -137,6 +148,8 @@ class FakeServer:
         number = len(self.requests)
         self.requests.append(rid)
         action = self.behave(number, rid)
+        if action == "slow":
+            await asyncio.sleep(SLOW_S)
         for late_rid, late_ids in self._late:
             self.capture(late_rid, late_ids)
         self._late.clear()
@@ -155,7 +168,7 @@ class FakeServer:
             self.store.commit()
         if body["sampling_params"]["max_new_tokens"]:
             return web.json_response(self.answer(action, body))
-        if action in {"ok", "no_logprobs", "mismatch"}:
+        if action in {"ok", "no_logprobs", "slow", "mismatch"}:
             self.capture(rid, [*ids[:-1], ids[-1] + 1] if action == "mismatch" else ids)
         await asyncio.sleep(0)
         meta = {"prompt_tokens": len(ids)}

@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang_hs_capture.store import fs
 
-CHANGING = ("open", "pwrite", "pwritev", "fsync", "rename", "unlink", "mkdir", "ftruncate")
+CHANGING = ("open", "pwrite", "pwritev", "fsync", "rename", "link", "unlink", "mkdir", "ftruncate")
 
 
 class FaultyOS:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from sglang_hs_capture.store.session import SessionRecord, read_sessions
 from sglang_hs_capture.store.writer import StoreWriter
 from sglang_hs_capture.writing.reporter import SessionReporter
 from tests.unit import toy_model
-from tests.unit.toy_model import ToyModel
+from tests.unit.toy_model import HIDDEN, ToyModel
 
 
 def journal(directory: Path) -> list[dict]:
@@ -313,6 +314,45 @@ def test_a_state_that_does_not_come_stops_capture(tmp_path):
     model.forward(("hs-3", [1], 0, 1))
     model.close()
     assert set(samples(tmp_path)) == {"hs-1"}
+
+
+def test_a_state_with_fewer_rows_than_the_forward_stops_capture(tmp_path):
+    """As where rows are scattered over ranks; the requests kept may be those at the end of the batch."""
+    model = ToyModel(tmp_path)
+    model.forward(("hs-1", [1, 2, 3], 0, 3))
+    hidden, batch = model.prepare(("x", [1, 2, 3], 0, 3), ("hs-2", [4, 5, 6], 0, 3))
+    model.run(hidden[:3], batch)
+    wait_for(lambda: session(tmp_path).state == "stopped")
+    assert "expected the 6 rows of a prefill forward at boundary:1, 3 came" in session(tmp_path).error
+    assert session(tmp_path).error_kind == "GuardError"
+    model.close()
+    assert set(samples(tmp_path)) == {"hs-1"}
+
+
+def test_rows_and_requests_that_fill_up_a_batch_leave_nothing(tmp_path):
+    """As with DP attention, where each rank's batch is made as long as the longest."""
+    model = ToyModel(tmp_path)
+    prompts = {"hs-1": [1, 2, 3], "hs-2": [4, 5]}
+    hidden, batch = model.prepare(*((rid, prompt, 0, len(prompt)) for rid, prompt in prompts.items()))
+    batch.extend_seq_lens_cpu.append(2)
+    batch.extend_prefix_lens_cpu.append(0)
+    batch.input_ids = torch.cat([batch.input_ids, torch.zeros(3, dtype=torch.int64)])
+    batch.out_cache_loc = torch.cat([batch.out_cache_loc, torch.zeros(3, dtype=torch.int64)])
+    model.run(torch.cat([hidden, torch.full((3, HIDDEN), torch.nan)]), batch)
+    model.close()
+    assert set(samples(tmp_path)) == {"hs-1", "hs-2"}
+    assert sum(record["count"] for record in journal(tmp_path) if record["t"] == "rows") == 5
+
+
+@pytest.mark.parametrize("mode", ["DECODE", "IDLE"])
+def test_a_batch_that_goes_by_the_name_of_a_prefill_leaves_nothing(tmp_path, mode):
+    """As with DP attention, on a rank that decodes or has nothing to do while others prefill."""
+    model = ToyModel(tmp_path)
+    hidden, batch = model.prepare(("hs-1", [1, 2, 3], 2, 3))
+    batch._original_forward_mode = SimpleNamespace(name=mode)
+    model.run(hidden, batch)
+    model.close()
+    assert [record for record in journal(tmp_path) if record["t"] in ("rows", "sample", "failed")] == []
 
 
 def test_a_bad_row_fails_its_sample_alone(tmp_path):

@@ -112,6 +112,37 @@ def test_errors_are_one_line_with_a_code_of_their_own(capsys, tmp_path, model, d
     assert said in err
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--ray-engines", "0"], "--ray-engines: expected a number of engines or auto; got '0'"),
+        (["--ray-resources", '{"GPU": -1}'], "--ray-resources: expected a JSON object of amounts"),
+        (["--ray-resources", "8"], "--ray-resources: expected a JSON object of amounts"),
+        (["--ray-nodes", "2"], "--ray-nodes 2: an engine of 1 ranks does not spread evenly"),
+    ],
+)
+def test_a_plan_for_a_cluster_that_makes_no_sense_is_refused(capsys, tmp_path, data, model, words, named):
+    code, _, err = call(capsys, "run", "--ray", "--model", model, "--data", data, "--output", tmp_path / "out", *words)
+    assert (code, named in err) == (2, True), err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_cluster_needs_ray(capsys, tmp_path, data, model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    code, _, err = call(capsys, "run", "--ray", "--model", model, "--data", data, "--output", tmp_path / "out")
+    assert code == 2
+    assert "Ray is not installed" in err
+
+
+def test_merge_joins_datasets_and_says_what_it_did(capsys, tmp_path, dataset):
+    code, out, err = call(capsys, "merge", tmp_path / "out", dataset)
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1].startswith(f"{tmp_path / 'out'}: ")
+    before, after = (json.loads(call(capsys, "inspect", path, "--json")[1]) for path in (dataset, tmp_path / "out"))
+    assert after["samples"] == before["samples"] > 0
+    assert call(capsys, "merge", tmp_path / "out", dataset)[0] == 2
+
+
 def test_a_model_is_needed_without_a_server(capsys, tmp_path, data):
     code, _, err = call(capsys, "run", "--data", data, "--output", tmp_path / "out")
     assert (code, "--model: expected a directory or a hub id" in err) == (2, True)
@@ -389,6 +420,9 @@ def test_inspect_tells_a_session_whose_process_has_ended(capsys, dataset):
         (["--model", "m", "--api-key", "k"], "--api-key is for --server"),
         (["--model", "m", "--temperature", "1"], "--temperature is a setting of --regenerate"),
         (["--model", "m", "--regenerate", "--split-turns", "never"], "--split-turns has no meaning for what the model"),
+        (["--model", "m", "--ray-nodes", "2"], "--ray-nodes is for --ray"),
+        (["--model", "m", "--ray-engines", "2"], "--ray-engines is for --ray"),
+        (["--ray", "--server", "http://127.0.0.1:1"], "--server and --ray: servers are running already"),
     ],
 )
 def test_an_option_that_would_have_no_effect_is_refused(capsys, tmp_path, words, named):

@@ -12,12 +12,12 @@ import pytest
 from sglang_hs_capture.driver import delivery, pump
 from sglang_hs_capture.driver import pool as pool_module
 from sglang_hs_capture.driver.delivery import DeliverySettings
-from sglang_hs_capture.driver.pool import ServerPool, wait_for_any
+from sglang_hs_capture.driver.pool import MovedError, Server, ServerPool, wait_for_any
 from sglang_hs_capture.driver.pump import PumpSettings
 from sglang_hs_capture.driver.run import CaptureRun, RunSettings
 from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.driver.target import RunningServers
-from sglang_hs_capture.errors import EngineError
+from sglang_hs_capture.errors import DiskFullError, EngineError, StoreError
 from sglang_hs_capture.store.index import load_index
 from tests.unit.fake_server import FakeServer, Lines, make_sample
 
@@ -33,20 +33,19 @@ def in_a_loop(test: Callable[..., Any]) -> Callable[..., None]:
 
 
 class Client:
-    """Plays one server's client; a prompt stays in flight until ``finish``."""
+    """Plays one server's client; a prompt stays in flight until the gate is opened."""
 
     def __init__(self, name: str) -> None:
         self.url, self.up = name, True
         self.sent: list[list[int]] = []
         self.gate = asyncio.Event()
 
-    async def prefill(
-        self, rid: str, input_ids: list[int], *, bypass_cache: bool = False, predict_from: int | None = None
-    ) -> None:
+    async def prefill(self, input_ids: list[int]) -> str:
         if not self.up:
             raise ConnectionError(f"{self.url} is gone")
         self.sent.append(list(input_ids))
         await self.gate.wait()
+        return self.url
 
     async def healthy(self) -> bool:
         return self.up
@@ -61,23 +60,37 @@ class Client:
         self.up = False
 
 
+def pool_of(clients: list[Client], say: Callable[[str], None] = lambda text: None) -> ServerPool:
+    return ServerPool([Server(client, frozenset({f"dp{n}"})) for n, client in enumerate(clients)], say)
+
+
+def serve(pool: ServerPool, prompt: list[int]) -> Any:
+    return pool.serve(prompt, lambda client: client.prefill(prompt))
+
+
 def tokens(seed: int, count: int) -> list[int]:
     choose = random.Random(seed)
     return [choose.randrange(1000) for _ in range(count)]
 
 
-async def send(pool: ServerPool, prompts: list[list[int]]) -> list[asyncio.Task[None]]:
+async def send(pool: ServerPool, prompts: list[list[int]]) -> list[asyncio.Task[str]]:
     tasks = []
-    for number, prompt in enumerate(prompts):
-        tasks.append(asyncio.create_task(pool.prefill(f"hs-{number}", prompt)))
-        await asyncio.sleep(0)
+    for prompt in prompts:
+        tasks.append(asyncio.create_task(serve(pool, prompt)))
+        await settle()
     return tasks
+
+
+async def settle() -> None:
+    """Let everything that can go on go on."""
+    for _ in range(5):
+        await asyncio.sleep(0)
 
 
 @in_a_loop
 async def test_prompts_without_a_prefix_in_common_are_spread_by_tokens():
     clients = [Client(name) for name in "abc"]
-    pool = ServerPool(clients)
+    pool = pool_of(clients)
     tasks = await send(pool, [tokens(n, 200) for n in range(30)])
     assert [len(client.sent) for client in clients] == [10, 10, 10]
     for client in clients:
@@ -89,7 +102,7 @@ async def test_prompts_without_a_prefix_in_common_are_spread_by_tokens():
 async def test_a_shared_prefix_goes_to_one_server_until_it_has_much_more_to_do(monkeypatch):
     monkeypatch.setattr(pool_module, "SLACK_TOKENS", 3000)
     clients = [Client(name) for name in "ab"]
-    pool = ServerPool(clients)
+    pool = pool_of(clients)
     trees = [tokens(n, 300) for n in range(2)]
     prompts = [trees[n % 2] + tokens(100 + n, 50) for n in range(16)]
     tasks = await send(pool, prompts)
@@ -104,12 +117,27 @@ async def test_a_shared_prefix_goes_to_one_server_until_it_has_much_more_to_do(m
 
 
 @in_a_loop
+async def test_a_server_that_has_its_share_of_prompts_gets_no_more():
+    clients = [Client(name) for name in "ab"]
+    pool = pool_of(clients)
+    pool.max_prompts = 3
+    prefix = tokens(0, 64)
+    tasks = await send(pool, [prefix + tokens(n, 10) for n in range(6)])
+    assert [len(client.sent) for client in clients] == [3, 3], "although they share a prefix"
+    tasks += await send(pool, [prefix, prefix])
+    assert sum(len(client.sent) for client in clients) == 8, "what is more than all shares is not held up"
+    for client in clients:
+        client.gate.set()
+    await asyncio.gather(*tasks)
+
+
+@in_a_loop
 async def test_the_longest_prefix_decides():
     clients = [Client(name) for name in "ab"]
-    pool = ServerPool(clients)
+    pool = pool_of(clients)
     system, first, second = tokens(0, 128), tokens(1, 128), tokens(2, 128)
     tasks = await send(pool, [system + first + tokens(3, 9)])
-    pool._servers[1].remember(pool_module._block_hashes(system + second))
+    pool.servers[1].remember(pool_module._block_hashes(system + second))
     tasks += await send(pool, [system + second + tokens(4, 9), system + first + tokens(5, 9)])
     assert [len(client.sent) for client in clients] == [2, 1]
     assert clients[1].sent[0][128:256] == second
@@ -122,20 +150,179 @@ async def test_the_longest_prefix_decides():
 async def test_a_lost_server_gets_nothing_until_it_is_back(monkeypatch):
     monkeypatch.setattr(pool_module, "RETRY_PAUSE_S", 0.01)
     clients = [Client(name) for name in "ab"]
-    pool = ServerPool(clients)
+    pool = pool_of(clients)
     for client in clients:
         client.gate.set()
     clients[0].up = False
     with pytest.raises(ConnectionError):
-        await pool.prefill("hs-1", [1, 2])
+        await serve(pool, [1, 2])
     for _ in range(5):
-        await pool.prefill("hs-1", [1, 2])
+        await serve(pool, [1, 2])
     assert len(clients[1].sent) == 5
-    assert await pool.healthy()
+    assert await pool.wait_healthy(0)
     clients[0].up = True
     await asyncio.sleep(0.1)
-    await pool.prefill("hs-2", tokens(1, 100))
+    await serve(pool, tokens(1, 100))
     assert len(clients[0].sent) == 1
+    await pool.close()
+
+
+@in_a_loop
+async def test_work_of_a_server_that_stopped_to_capture_is_given_back_and_it_gets_no_more():
+    clients, said = [Client(name) for name in "ab"], []
+    pool = pool_of(clients, said.append)
+    tasks = await send(pool, [tokens(n, 100) for n in range(6)])
+    pool.note_stops({"dp0": DiskFullError("no space")})
+    await settle()
+    assert [task.done() for task in tasks] == [True, False] * 3
+    for task in tasks[::2]:
+        with pytest.raises(MovedError, match="no space"):
+            await task
+    tasks = tasks[1::2] + await send(pool, [tokens(n, 100) for n in range(6, 10)])
+    assert (len(clients[0].sent), len(clients[1].sent)) == (3, 7)
+    clients[1].gate.set()
+    assert await asyncio.gather(*tasks) == ["b"] * 7
+    assert said == ["a: no space. Its work goes to the other servers."]
+    assert pool.size == 1
+    pool.note_stops({"dp0": DiskFullError("no space")})
+    assert len(said) == 1, "it is said once"
+    await pool.close()
+
+
+@in_a_loop
+async def test_a_server_that_captures_anew_is_taken_in_again_once_it_is_up(monkeypatch):
+    monkeypatch.setattr(pool_module, "SETTLE_S", 0.0)
+    monkeypatch.setattr(pool_module, "RETRY_PAUSE_S", 0.01)
+    clients, said = [Client(name) for name in "ab"], []
+    pool = pool_of(clients, said.append)
+    clients[0].gate.set()
+    clients[1].gate.set()
+    pool.note_stops({"dp1": StoreError("broken")})
+    clients[1].up = False
+    pool.note_stops({})
+    assert await serve(pool, tokens(1, 9)) == "a"
+    assert not pool.servers[1].usable
+    clients[1].up = True
+    while not pool.servers[1].usable:
+        await asyncio.sleep(0.01)
+    assert said[1:] == ["b is back."]
+    await pool.close()
+
+
+@in_a_loop
+async def test_when_no_server_is_left_that_captures_its_reason_ends_the_run():
+    pool = pool_of([Client(name) for name in "ab"])
+    pool.note_stops({"dp1": StoreError("broken")})
+    with pytest.raises(DiskFullError, match="no space"):
+        pool.note_stops({"dp1": StoreError("broken"), "dp0": DiskFullError("no space")})
+    assert not await pool.wait_healthy(0)
+
+
+@in_a_loop
+async def test_a_stop_is_the_one_unknown_servers_or_ends_the_run():
+    pool = pool_of([Client(name) for name in "abc"])
+    pool.servers[2].replicas = None
+    pool.note_stops({"dp7": StoreError("broken")})
+    assert [server.usable for server in pool.servers] == [True, True, False]
+    pool.servers[1].replicas = None
+    with pytest.raises(StoreError, match="broken"):
+        pool.note_stops({"dp8": StoreError("broken")})
+
+
+@in_a_loop
+async def test_a_stop_of_a_server_that_is_not_the_runs_is_nothing_to_it():
+    pool = pool_of([Client("a")])
+    pool.note_stops({"dp7": StoreError("broken")})
+    assert pool.servers[0].usable
+
+
+@in_a_loop
+async def test_a_slow_server_gives_half_of_its_work_to_one_that_has_none(monkeypatch):
+    monkeypatch.setattr(pool_module, "SLOW_S", 0.0)
+    clients = [Client(name) for name in "ab"]
+    pool = pool_of(clients)
+    prefix = tokens(0, 64)
+    tasks = await send(pool, [prefix + tokens(n, 100) for n in range(1, 9)])
+    assert (len(clients[0].sent), len(clients[1].sent)) == (8, 0), "a shared prefix keeps them together"
+    pool.rebalance()
+    await settle()
+    assert not any(task.done() for task in tasks), "it may get work any moment"
+    pool.rebalance()
+    await settle()
+    assert [task.done() for task in tasks] == [False] * 4 + [True] * 4, "those sent last are given back"
+    for task in tasks[4:]:
+        with pytest.raises(MovedError, match="a is slower"):
+            await task
+    again = await send(pool, [prefix + tokens(n, 100) for n in range(5, 9)])
+    assert len(clients[1].sent) == 4, "they do not go back to where they came from"
+    for client in clients:
+        client.gate.set()
+    assert await asyncio.gather(*again) == ["b"] * 4
+
+
+@in_a_loop
+async def test_what_is_answered_soon_stays_where_it_is():
+    clients = [Client(name) for name in "ab"]
+    pool = pool_of(clients)
+    prefix = tokens(0, 64)
+    tasks = await send(pool, [prefix + tokens(n, 100) for n in range(1, 9)])
+    for _ in range(4):
+        pool.rebalance()
+        await settle()
+    assert not any(task.done() for task in tasks)
+    clients[0].gate.set()
+    assert await asyncio.gather(*tasks) == ["a"] * 8
+
+
+@in_a_loop
+async def test_the_last_prompt_of_a_server_stays_where_it_is(monkeypatch):
+    monkeypatch.setattr(pool_module, "SLOW_S", 0.0)
+    clients = [Client(name) for name in "ab"]
+    pool = pool_of(clients)
+    (task,) = await send(pool, [tokens(1, 10)])
+    for _ in range(4):
+        pool.rebalance()
+        await settle()
+    assert not task.done()
+    clients[0].gate.set()
+    assert await task == "a"
+
+
+@in_a_loop
+async def test_what_a_lost_server_answered_and_did_not_acknowledge_is_given_back(monkeypatch):
+    monkeypatch.setattr(pool_module, "SETTLE_S", 0.05)
+    monkeypatch.setattr(pool_module, "RETRY_PAUSE_S", 0.01)
+    clients, said = [Client(name) for name in "ab"], []
+    pool = pool_of(clients, said.append)
+    (waiting,) = await send(pool, [tokens(1, 10)])
+    clients[0].up = False
+    pool.servers[1].stopped = StoreError("x")
+    with pytest.raises(ConnectionError):
+        await serve(pool, tokens(2, 10))
+    with pytest.raises(MovedError, match="a was lost"):
+        await asyncio.wait_for(waiting, 10)
+    assert "Lost a (a is gone)" in said[0]
+    await pool.close()
+
+
+@in_a_loop
+async def test_servers_are_added_and_removed_while_it_goes_on():
+    clients = [Client(name) for name in "ab"]
+    pool = ServerPool([])
+    assert not await pool.wait_healthy(0)
+    with pytest.raises(ConnectionError, match="no server is left"):
+        await serve(pool, [1])
+    servers = [Server(client) for client in clients]
+    pool.add(servers[0])
+    assert await pool.wait_healthy(0)
+    (task,) = await send(pool, [[1, 2]])
+    pool.add(servers[1])
+    assert pool.size == 2
+    await pool.remove(servers[0], "a goes")
+    with pytest.raises(MovedError, match="a goes"):
+        await task
+    clients[1].gate.set()
+    assert await serve(pool, [1, 2]) == "b"
     await pool.close()
 
 
@@ -222,3 +409,103 @@ def test_a_run_goes_on_when_one_of_its_servers_is_lost_and_when_it_comes_back(tm
     assert sorted(sample.id for sample in index.samples) == sorted(names)
     assert {sample.parts[0].writer for sample in index.samples} == {"dp0-pp0", "dp1-pp0"}
     assert len(first.requests) + len(second.requests) >= 62, "what was cut was not sent again"
+
+
+@pytest.fixture
+def _quick(monkeypatch):
+    monkeypatch.setattr(delivery, "RESEND_PAUSE_S", 0.01)
+    monkeypatch.setattr(pool_module, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(pump, "WATCH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(pump, "SESSION_INTERVAL_S", 0.02)
+
+
+def run_on_two(
+    directory: Path,
+    during: Callable[[FakeServer, FakeServer], Any],
+    behave: Callable[[int, str], str] = lambda number, rid: "ok",
+    samples: int = 60,
+) -> tuple[Summary, FakeServer, FakeServer, Lines]:
+    """A whole run on two servers, the first of which behaves like ``behave``; ``during`` runs beside it."""
+    lines = Lines()
+
+    async def main() -> tuple[Summary, FakeServer, FakeServer]:
+        async with FakeServer(directory, behave) as first, FakeServer(directory, writer="dp1-pp0") as second:
+            urls = [first.url, second.url]
+            target = RunningServers(urls, directory, expected=lambda info: [], api_key=None, grace_s=2.0)
+            settings = RunSettings(
+                directory,
+                delivery=DeliverySettings(attempts=1, ack_timeout_s=60.0, grace_s=5.0),
+                pump=PumpSettings(max_prompts=4),
+            )
+            wanted = [make_sample(f"s{number}", line=number + 1) for number in range(samples)]
+            beside = asyncio.ensure_future(during(first, second))
+            summary = await asyncio.wait_for(CaptureRun(target, wanted, settings, lines).run(), 40)
+            beside.cancel()
+            return summary, first, second
+
+    return (*asyncio.run(main()), lines)
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_run_goes_on_when_capture_stops_on_one_of_its_servers(tmp_path):
+    async def during(first: FakeServer, second: FakeServer) -> None:
+        while len(first.requests) < 5:
+            await asyncio.sleep(0.001)
+        first.stop_capture("no space: less than 2.0 GB free", "DiskFullError")
+
+    summary, first, second, lines = run_on_two(tmp_path, during, lambda number, rid: "ok" if number < 3 else "silent")
+    assert (summary.captured, summary.dropped, summary.exit_code) == (60, [], 0), summary.ended
+    assert sorted(sample.id for sample in load_index(tmp_path).samples) == sorted(f"s{n}" for n in range(60))
+    (said,) = [line for line in lines.said if "less than 2.0 GB free" in line]
+    assert said.startswith(f"{first.url}: capture has stopped")
+    assert said.endswith("Its work goes to the other servers.")
+    assert len(second.requests) == 57
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_server_whose_capture_stopped_is_used_again_when_it_was_started_anew(tmp_path):
+    async def during(first: FakeServer, second: FakeServer) -> None:
+        second.behave = lambda number, rid: "slow"
+        while len(first.requests) < 5:
+            await asyncio.sleep(0.001)
+        first.stop_capture("broken")
+        while len(second.requests) < 20:
+            await asyncio.sleep(0.001)
+        first.behave, first.requests = (lambda number, rid: "ok"), []
+        first.start_anew()
+
+    summary, first, _, lines = run_on_two(tmp_path, during, lambda number, rid: "ok" if number < 3 else "silent")
+    assert (summary.captured, summary.dropped, summary.exit_code) == (60, [], 0), summary.ended
+    assert sorted(sample.id for sample in load_index(tmp_path).samples) == sorted(f"s{n}" for n in range(60))
+    assert len(first.requests) > 0
+    assert f"{first.url} is back." in lines.said
+
+
+@pytest.mark.usefixtures("_quick")
+def test_when_capture_stops_on_all_servers_the_run_ends_with_the_reason(tmp_path):
+    async def during(first: FakeServer, second: FakeServer) -> None:
+        second.behave = lambda number, rid: "silent"
+        while not (first.requests and second.requests):
+            await asyncio.sleep(0.001)
+        first.stop_capture("a is full", "DiskFullError")
+        await asyncio.sleep(0.1)
+        second.stop_capture("b is full", "DiskFullError")
+
+    summary, *_ = run_on_two(tmp_path, during, lambda number, rid: "silent")
+    assert (summary.captured, summary.exit_code) == (0, 4)
+    assert "is full" in summary.ended
+
+
+@pytest.mark.usefixtures("_quick")
+def test_what_a_slow_server_has_at_the_end_is_done_by_the_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool_module, "SLOW_S", 0.05)
+
+    async def during(first: FakeServer, second: FakeServer) -> None:
+        await asyncio.sleep(3600)
+
+    summary, _, second, _ = run_on_two(
+        tmp_path, during, lambda number, rid: "ok" if number == 0 else "slow", samples=20
+    )
+    assert (summary.captured, summary.dropped, summary.exit_code) == (20, [], 0), summary.ended
+    assert summary.resent >= 2
+    assert len(second.requests) > 15

@@ -67,3 +67,32 @@ def test_stages_count_the_same_rows_and_different_bytes(tmp_path):
     watch.poll()
     total = watch.counters()
     assert (total.rows, total.samples, total.bytes, total.ring_bytes) == (13, 6, 33, 32)
+
+
+def test_a_server_that_is_started_anew_counts_on_and_its_memory_counts_once(tmp_path):
+    watch = SessionWatch(tmp_path, [record(tmp_path, "dp0-pp0", rows=100)])
+    record(tmp_path, "dp0-pp0", rows=130, ring_bytes=8)
+    watch.poll()
+    anew = SessionRecord("dp0-pp0", "another", 2, "here", state="ready", counters=Counters(rows=5, ring_bytes=16))
+    write_session(tmp_path, anew)
+    assert [r.session_id for r in watch.poll()] == ["another"]
+    total = watch.counters()
+    assert (total.rows, total.ring_bytes) == (35, 16)
+
+
+def test_writers_that_begin_during_a_run_are_followed_and_those_of_before_are_not(tmp_path):
+    gone = record(tmp_path, "dp7-pp0", rows=1000)
+    gone.state, gone.error = "stopped", "long ago"
+    write_session(tmp_path, gone)
+    watch = SessionWatch(tmp_path, [record(tmp_path, "dp0-pp0", rows=10)])
+    record(tmp_path, "dp1-pp0", rows=3)
+    assert [r.writer for r in watch.poll()] == ["dp0-pp0", "dp1-pp0"]
+    assert watch.counters().rows == 3
+    assert watch.stops() == {}
+    began = record(tmp_path, "dp1-pp0", rows=4)
+    began.state, began.error = "stopped", "no space"
+    write_session(tmp_path, began)
+    watch.poll()
+    assert {replica: str(error) for replica, error in watch.stops().items()} == {
+        "dp1": "capture has stopped: no space; all acknowledged samples are safe; run again to go on"
+    }

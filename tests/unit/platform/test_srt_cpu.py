@@ -9,6 +9,7 @@ import torch
 
 from sglang_hs_capture.errors import EngineError
 from sglang_hs_capture.platform import srt_cpu
+from sglang_hs_capture.platform.pageable import PageableMemory
 from sglang_hs_capture.platform.srt_cpu import CaptureCpuPlatform
 
 
@@ -61,9 +62,22 @@ def test_several_ranks_are_refused_where_sglang_needs_nccl_for_them(monkeypatch:
         CaptureCpuPlatform().apply_server_args_defaults(server_args(pp_size=2))
 
 
-def test_dp_attention_is_refused() -> None:
-    with pytest.raises(EngineError, match="--enable-dp-attention"):
-        CaptureCpuPlatform().apply_server_args_defaults(server_args(enable_dp_attention=True))
+@pytest.mark.parametrize("given", [{"enable_dp_attention": True}, {"attn_dp_size": 2}])
+def test_with_dp_attention_the_ranks_interpret_tritons_kernels(monkeypatch: pytest.MonkeyPatch, given: Any) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    CaptureCpuPlatform().apply_server_args_defaults(server_args())
+    assert "TRITON_INTERPRET" not in os.environ
+    CaptureCpuPlatform().apply_server_args_defaults(server_args(**given))
+    assert os.environ["TRITON_INTERPRET"] == "1"
+
+
+def test_who_asks_for_pinned_memory_gets_ordinary_memory() -> None:
+    with PageableMemory():
+        tensor = torch.tensor([1, 2], pin_memory=True)
+        assert torch.empty(3, dtype=torch.int64, pin_memory=True).shape == (3,)
+        assert torch.cat([tensor, tensor]).tolist() == [1, 2, 1, 2]
+    assert tensor.tolist() == [1, 2]
+    assert tensor.device.type == "cpu"
 
 
 def test_a_visible_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
