@@ -12,7 +12,7 @@ from torch import Tensor
 from sglang_hs_capture.export.layout import FileLayout
 from sglang_hs_capture.store import fs
 
-_WRITE_BACK_BYTES = 16 << 20
+_WRITE_BACK_BYTES = 64 << 20
 
 
 class Batch:
