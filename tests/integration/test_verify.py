@@ -43,29 +43,18 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def captured(demo: Path, output: Path, *words: Any, dtype: str = "float32") -> Path:
-    """Ten of the demo's conversations, captured by the same model in one dtype, one after the other; the dataset."""
-    options = [
-        "--model",
-        demo / "model",
-        "--data",
-        conversations(),
-        "--output",
-        output,
-        "--limit",
-        10,
-        "--dtype",
-        dtype,
-    ]
-    options += ["--dtype", dtype, "--max-in-flight", 1, "--device", "cpu", "--min-free-gb", 0, *words]
+def captured(model: Path, output: Path, *words: Any, dtype: str = "float32") -> Path:
+    """Ten of the demo's conversations, captured in one dtype, one after the other; the dataset."""
+    options = ["--model", model, "--data", conversations(), "--output", output, "--limit", 10, "--dtype", dtype]
+    options += ["--max-in-flight", 1, "--device", "cpu", "--min-free-gb", 0, *words]
     done = call("run", *options, "--", "--dtype", dtype, "--chunked-prefill-size", "64")
     assert done.returncode == 0, done.stderr
     return output
 
 
 @pytest.fixture(scope="module")
-def small(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return captured(demo, tmp_path_factory.mktemp("small") / "dataset")
+def small(kimi_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return captured(kimi_checkpoint, tmp_path_factory.mktemp("small") / "dataset")
 
 
 def plant(dataset: Path, change: Callable[[np.ndarray], None]) -> None:
@@ -134,9 +123,9 @@ def test_faults_that_no_checksum_finds_are_found_by_a_second_capture(demo, tmp_p
     assert {column for _, column, _, _ in found} == {columns[1], columns[3]}
 
 
-def test_the_states_of_prompts_that_the_engine_is_asked_about_are_the_same(demo, small, tmp_path):
+def test_the_states_of_prompts_that_the_engine_is_asked_about_are_the_same(kimi_checkpoint, small, tmp_path):
     """Nothing is lost, nothing is stored twice, and every row is what it is without a question."""
-    plain = captured(demo, tmp_path / "dataset", "--known-answers", 0)
+    plain = captured(kimi_checkpoint, tmp_path / "dataset", "--known-answers", 0)
     assert not (plain / "known_answers.jsonl").exists()
     assert len((small / "known_answers.jsonl").read_text().splitlines()) == 8
     asked, unasked = HiddenStateDataset(small), HiddenStateDataset(plain)
@@ -153,10 +142,10 @@ def test_the_states_of_prompts_that_the_engine_is_asked_about_are_the_same(demo,
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_final_states_lead_to_the_engines_own_answers(demo, small, tmp_path, dtype):
+def test_final_states_lead_to_the_engines_own_answers(kimi_checkpoint, small, tmp_path, dtype):
     dataset = small
     if dtype == "bfloat16":
-        dataset = captured(demo, tmp_path / "dataset", "--final", "both", dtype=dtype)
+        dataset = captured(kimi_checkpoint, tmp_path / "dataset", "--final", "both", dtype=dtype)
     done = call("verify", dataset, "--known-answer", "--computed-in", dtype, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     account = json.loads(done.stdout)
@@ -169,10 +158,10 @@ def test_final_states_lead_to_the_engines_own_answers(demo, small, tmp_path, dty
         assert column["top"] == 1
 
 
-def test_every_planted_fault_is_found_by_one_of_the_checks(demo, small, tmp_path):
-    reference = Reference(demo / "model")
-    assert not plant_fault(small, demo / "model", reference, None).found
-    outcomes = {name: plant_fault(small, demo / "model", reference, fault) for name, fault in FAULTS.items()}
+def test_every_planted_fault_is_found_by_one_of_the_checks(kimi_checkpoint, small, tmp_path):
+    reference = Reference(kimi_checkpoint)
+    assert not plant_fault(small, kimi_checkpoint, reference, None).found
+    outcomes = {name: plant_fault(small, kimi_checkpoint, reference, fault) for name, fault in FAULTS.items()}
     print("\n".join(faults_table(outcomes)))
     assert [name for name, outcome in outcomes.items() if not outcome.found] == []
     shifted = outcomes["one boundary shifted by one layer"]
