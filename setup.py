@@ -17,7 +17,7 @@ def read_version() -> str:
     return match.group(1)
 
 
-TEST = ["pytest", "hypothesis"]
+TEST = ["pytest", "hypothesis", "psutil"]
 
 setup(
     name="sglang-hs-capture",
