@@ -157,12 +157,6 @@ def test_with_dp_attention_ranks_that_decode_while_others_prefill_store_prompts_
 
 
 @pytest.mark.slow
-def test_expert_parallel_ranks_hand_over_whole_rows(deepseek_checkpoint: Path, tmp_path: Path):
-    dataset = run(deepseek_checkpoint, tmp_path, "--tp-size", "2", "--ep-size", "2")
-    check_states(dataset, deepseek_checkpoint)
-
-
-@pytest.mark.slow
 def test_replicas_of_one_server_write_apart_into_one_dataset(deepseek_checkpoint: Path, tmp_path: Path):
     dataset = run(deepseek_checkpoint, tmp_path, "--dp-size", "2")
     sessions = read_sessions(dataset)
