@@ -5,6 +5,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from sglang_hs_capture.errors import ConfigError, DatasetLockedError, DatasetMis
 from sglang_hs_capture.store import fs
 from sglang_hs_capture.store.index import load_index
 from sglang_hs_capture.store.merge import Merged, merge
-from sglang_hs_capture.store.origin import origin_path, read_origins
+from sglang_hs_capture.store.origin import origin_path, read_origins, write_origins
 from sglang_hs_capture.store.requests import DroppedRecord, RequestLedger, RequestRecord
 from sglang_hs_capture.store.schema import rle_encode, sample_key
 from sglang_hs_capture.store.session import SessionRecord, read_sessions, write_session
@@ -230,7 +231,9 @@ def test_verify_finds_a_header_that_is_not_its_origins(tmp_path):
     merge(tmp_path / "out", [first, second])
     path = origin_path(tmp_path / "out", "dp1-pp0")
     text = path.read_text()
-    path.write_text(text.replace("2025-02-01", "2025-02-02"))
+    (origin,) = read_origins(tmp_path / "out", "dp1-pp0")
+    other = replace(origin, info=replace(origin.info, created_at="2025-02-02T00:00:00.000Z"))
+    write_origins(tmp_path / "out", "dp1-pp0", [other])
     assert set(check(tmp_path / "out").findings.counts) == {"shard-header"}
     path.write_text("{")
     assert "origin-file" in check(tmp_path / "out").findings.counts
