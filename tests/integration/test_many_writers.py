@@ -5,8 +5,6 @@ import os
 import random
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from sglang_hs_capture.layers import Final
 from sglang_hs_capture.store.identity import read_info
 from sglang_hs_capture.store.session import read_sessions
 from sglang_hs_capture.verify.parity import reference_states
-from tests.integration.conftest import StartServer
 
 pytestmark = pytest.mark.engine
 
@@ -123,37 +120,6 @@ def test_ranks_of_dp_attention_store_the_rows_of_their_own_requests(deepseek_che
     assert account["rows"] <= sum(map(len, prompts().values()))
     assert account["rows_without_sample"] == 0
     assert all(len(sample.parts) == 1 for sample in got.samples)
-
-
-@pytest.mark.slow
-def test_with_dp_attention_ranks_that_decode_while_others_prefill_store_prompts_alone(
-    deepseek_checkpoint: Path, tmp_path: Path, start_server: StartServer
-):
-    capture = {"output_dir": str(tmp_path / "dataset"), "layers": BOUNDARIES, "final": "both", "dtype": "float32"}
-    capture |= {"min_free_bytes": 0, "ring_bytes": 2**24}
-    server = start_server(
-        deepseek_checkpoint,
-        *("--model-impl", "sglang", "--disable-prefill-cuda-graph", "--skip-tokenizer-init"),
-        *("--tp-size", "2", "--enable-dp-attention", "--dp-size", "2", "--chunked-prefill-size", str(CHUNK)),
-        *("--json-model-override-args", json.dumps({"hs_capture": capture})),
-        env={"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_hs_capture.models", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
-    )
-    choose = random.Random(8)
-    asked = {f"hs-{n}": [choose.randrange(5, 2000) for _ in range(choose.randrange(1, 150))] for n in range(24)}
-
-    def generate(number: int) -> None:
-        rid = f"hs-{number}"
-        server.generate(asked[rid], max_new_tokens=(0, 12, 30)[number % 3], rid=rid)
-
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(generate, range(len(asked))))
-    deadline = time.monotonic() + 60
-    while len(HiddenStateDataset(tmp_path / "dataset")) < len(asked) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    check_states(tmp_path / "dataset", deepseek_checkpoint, asked)
-    account = inspect(tmp_path / "dataset")
-    assert account["rows"] == sum(map(len, asked.values())), "rows of tokens that were generated are stored"
-    assert account["requests"]["failed"] == 0
 
 
 @pytest.mark.slow
