@@ -88,7 +88,10 @@ def regions(directory: Path) -> dict[str, list[Region]]:
 
 
 def take_samples(dataset: Path, count: int, into: Path) -> None:
-    """Store the shortest ``count`` samples of a dataset once more, those with known answers first, in a few shards."""
+    """Store the shortest ``count`` samples of a dataset once more, those with known answers first, in a few shards.
+
+    Each sample has rows of its own then, also where prefixes were shared.
+    """
     source = HiddenStateDataset(dataset)
     answers = {answer.id: answer for answer in load_known_answers(dataset)}
     order = sorted(range(len(source)), key=lambda n: (source.samples[n].id not in answers, source.samples[n].length))
@@ -279,7 +282,7 @@ def pair(copy: Copy) -> tuple[SampleEntry, SampleEntry]:
         for second in mine[mine.index(first) + 1 :]:
             if first.length > 4 and not set(_rows(first)) & set(_rows(second)):
                 return first, second
-    raise ValueError("the dataset has no two samples with known answers and without rows in common")
+    raise ValueError("no two samples have known answers and no rows in common; --samples stores each prefix apart")
 
 
 def _rows(sample: SampleEntry) -> Iterator[tuple[int, int]]:

@@ -80,12 +80,12 @@ def describe(directory: Path, index: DatasetIndex) -> dict[str, Any]:
         "requests": {
             "asked": len(index.requested),
             "pending": len(index.pending),
-            "pending_ids": list(index.pending[:KEPT_IDS]),
             "dropped": len(index.dropped),
             "failed": len(index.failed),
             "mismatched": len(index.mismatched),
             "unclaimed": len(index.unclaimed),
         },
+        "pending_ids": list(index.pending[:KEPT_IDS]),
         "reasons": _reasons(index),
         # Such a sample is stored and read, and nothing is learned from it.
         "zero_loss_masks": {"count": len(masked), "ids": masked[:KEPT_IDS]},
@@ -159,9 +159,7 @@ def lines(account: dict[str, Any]) -> list[str]:
         f"{requests['dropped']:,} dropped, {requests['failed']:,} failed, {requests['mismatched']:,} of other tokens",
     ]
     if requests["pending"]:
-        shown.append(
-            f"  still missing: {_ids(requests['pending_ids'], requests['pending'])}; run again to capture them"
-        )
+        shown.append(f"  still missing: {_ids(account['pending_ids'], requests['pending'])}; run again to capture them")
     if zero := account["zero_loss_masks"]["count"]:
         shown.append(
             f"  {zero:,} captured samples have a loss mask of zeros only, so that nothing is learned from them: "

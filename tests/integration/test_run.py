@@ -282,6 +282,7 @@ def test_the_demo_shows_that_states_are_right_and_goes_on_where_it_was(tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Running on the CPU platform" in done.stderr
     assert "All captured states agree with transformers to 1e-05." in done.stdout
+    assert "log-probabilities follow from the final states" in done.stdout
     assert '"eagle_aux_hidden_state_layer_ids": [3, 5, 6]' in done.stdout
     again = call("demo", "--output", output)
     assert again.returncode == 0, again.stderr

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from benchmarks.planted_faults import FAULTS, Reference, faults_table, flip_bits
+from benchmarks.planted_faults import FAULTS, Reference, faults_table, flip_bits, take_samples
 from benchmarks.planted_faults import plant as plant_fault
 from sglang_hs_capture import HiddenStateDataset
 from sglang_hs_capture.cli.demo import conversations
@@ -159,15 +159,15 @@ def test_final_states_lead_to_the_engines_own_answers(kimi_checkpoint, small, tm
 
 
 def test_every_planted_fault_is_found_by_one_of_the_checks(kimi_checkpoint, small, tmp_path):
-    reference = Reference(kimi_checkpoint)
-    assert not plant_fault(small, kimi_checkpoint, reference, None).found
-    outcomes = {name: plant_fault(small, kimi_checkpoint, reference, fault) for name, fault in FAULTS.items()}
+    reference, dataset = Reference(kimi_checkpoint), tmp_path / "dataset"
+    take_samples(small, 10, dataset)
+    assert not plant_fault(dataset, kimi_checkpoint, reference, None).found
+    outcomes = {name: plant_fault(dataset, kimi_checkpoint, reference, fault) for name, fault in FAULTS.items()}
     print("\n".join(faults_table(outcomes)))
     assert [name for name, outcome in outcomes.items() if not outcome.found] == []
     shifted = outcomes["one boundary shifted by one layer"]
     assert (shifted.structure, shifted.known_answer, len(shifted.reference or ())) == ([], [], 1)
     for name in ("post-norm stored as pre-norm", "final state of the layer before the last"):
         assert outcomes[name].known_answer == ["final:pre_norm"], name
-    dataset = Path(shutil.copytree(small, tmp_path / "dataset"))
-    flips = flip_bits(dataset, 200)
+    flips = flip_bits(Path(shutil.copytree(small, tmp_path / "flipped")), 200)
     assert [missed for outcome in flips.values() for missed in outcome.missed] == []

@@ -330,12 +330,12 @@ def test_inspect_json_is_what_scripts_rely_on(capsys, dataset):
         "requests": {
             "asked": 4,
             "pending": 1,
-            "pending_ids": ["pending"],
             "dropped": 1,
             "failed": 1,
             "mismatched": 0,
             "unclaimed": 0,
         },
+        "pending_ids": ["pending"],
         "zero_loss_masks": {"count": 0, "ids": []},
         "reasons": {"no luck": 1, "non_finite": 1},
         "draft_ids": {"boundary": [1], "output_of_layer": [0], "final": {"boundary": 4, "output_of_layer": 3}},
