@@ -94,6 +94,7 @@ class EngineSettings:
     pd_multiplexing: bool
     disaggregation: bool
     aux_hidden_states: bool
+    unproven_dp_attention: bool
     nameless_replicas: bool
 
 
@@ -146,6 +147,7 @@ def engine_settings() -> EngineSettings:
         pd_multiplexing=bool(_read(args, "enable_pdmux")),
         disaggregation=_read(args, "disaggregation_mode") != "null",
         aux_hidden_states=bool(_read(args, "enable_return_aux_hidden_states", introduced=(0, 5, 23), default=False)),
+        unproven_dp_attention=dp_attention and _read(args, "device") != "cpu",
         nameless_replicas=int(_read(args, "dp_size")) > 1 and not (dp_attention or hasattr(get_parallel(), "dp_rank")),
     )
 

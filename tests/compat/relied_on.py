@@ -80,7 +80,7 @@ def arguments(user: str, names: Iterable[str], without: str = "") -> list[Need]:
 def server_arguments() -> list[Need]:
     """The settings that guards and launch read."""
     checked = (
-        "model_path chunked_prefill_size max_prefill_tokens disable_radix_cache enable_hierarchical_cache "
+        "model_path device chunked_prefill_size max_prefill_tokens disable_radix_cache enable_hierarchical_cache "
         "enable_mixed_chunk enable_two_batch_overlap attn_cp_size dcp_size speculative_algorithm enable_lora "
         "lora_paths enable_pdmux disaggregation_mode enable_dp_attention dp_size"
     )
@@ -146,6 +146,9 @@ def state() -> list[Need]:
             "dp_rank",
             without="taken as 0, and `--dp-size` above 1 is refused",
         ),
+        text("`get_parallel().attn_dp_rank`, `.attn_dp_size`", "compat.py", context, "attn_dp_rank", "attn_dp_size"),
+        text("`ForwardBatch._original_forward_mode`", "compat.py", info, "_original_forward_mode"),
+        name("platform/", "layers.attention.attention_registry:register_attention_backend"),
         *members("compat.py", f"{config}:ModelConfig", ["from_server_args", "context_len", "attention_arch"]),
         *members("compat.py", f"{config}:AttentionArch", ["MLA"]),
         *parameters("compat.py", f"{graphs}:check_cuda_graph_backend", ["phase", "backend"]),

@@ -28,7 +28,7 @@ CASES: dict[str, tuple[list[str], str, str]] = {
     "LoRA": (["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"], "refused", "--enable-lora"),
     "multiplexing": (["--enable-pdmux"], "refused", "remove --enable-pdmux"),
     "disaggregation": (["--disaggregation-mode", "prefill"], "refused", "set --disaggregation-mode null"),
-    "DP attention": (["--enable-dp-attention", "--dp-size", "2", *TWO_RANKS], "refused", "--attn-dp-size to 1"),
+    "DP attention": (["--enable-dp-attention", "--dp-size", "2", *TWO_RANKS], "passed", ""),
     # Only with speculative decoding, which is refused as well.
     "returned states": (["--enable-return-aux-hidden-states"], "sglang", "--speculative-algorithm"),
     "replicas": (["--dp-size", "2"], "passed", ""),

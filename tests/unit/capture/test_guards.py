@@ -26,6 +26,7 @@ GOOD = EngineSettings(
     pd_multiplexing=False,
     disaggregation=False,
     aux_hidden_states=False,
+    unproven_dp_attention=False,
     nameless_replicas=False,
 )
 
@@ -48,6 +49,7 @@ def test_the_documented_launch_passes():
         ({"pd_multiplexing": True}, "--enable-pdmux"),
         ({"disaggregation": True}, "--disaggregation-mode"),
         ({"aux_hidden_states": True}, "--enable-return-aux-hidden-states"),
+        ({"unproven_dp_attention": True}, "--enable-dp-attention"),
         ({"nameless_replicas": True}, "--dp-size"),
     ],
 )
