@@ -77,6 +77,7 @@ def specforge_job(export: Path, right: Path, target: Path, work: Path) -> dict[s
             "training": {
                 "strategy": "eagle3",
                 "attention_backend": "sdpa",
+                "fsdp_sharding": "NO_SHARD",
                 "ttt_length": 3,
                 "batch_size": 8,
                 "max_steps": STEPS,
