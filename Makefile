@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 SGLANG ?= 0.5.23
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test test-slow unit integration faults fuzz compat lint format clean
+.PHONY: demo test test-slow test-trainers unit integration faults fuzz compat lint format clean
 
 demo: $(STAMP)
 	$(BIN)/hs-capture demo
@@ -35,6 +35,11 @@ fuzz: $(STAMP)
 # Downloads seven releases of SGLang, without what they depend on, and writes docs/compat.md.
 compat: $(STAMP)
 	$(BIN)/python -m tests.compat --wheels build/wheels
+
+# Installs speculators and SpecForge into .trainers, or where HS_CAPTURE_TRAINERS says; see docs/trainers.md.
+test-trainers: $(STAMP)
+	$(BIN)/python -m tests.trainers.environments
+	HS_CAPTURE_TRAINERS_REQUIRED=1 $(BIN)/python -m pytest -q tests/trainers
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
