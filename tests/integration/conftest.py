@@ -61,6 +61,14 @@ class Server:
                     raise
                 time.sleep(0.5)
 
+    def post_text(self, path: str, body: dict[str, Any]) -> None:
+        """POST JSON where the answer is not JSON."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60):
+            pass
+
     def end(self) -> None:
         """End the server now."""
         _end_group(self.process)
