@@ -105,6 +105,7 @@ class WritingCapture(Capture):
         *,
         session: SessionRecord,
         served_name: str,
+        media_token: int | None,
         device: torch.device,
         staging_rows: int,
         norm: torch.nn.Module | None,
@@ -118,6 +119,7 @@ class WritingCapture(Capture):
             columns: those of its columns that come in this process.
             session: the record to be kept up to date; complete but for the counters.
             served_name: the model's name in SGLang's metrics.
+            media_token: what stands for an image in a prompt as it is sent; None where images are not taken.
             device: where states come from.
             staging_rows: rows of the largest forward that is expected.
             norm: the final norm, whose weight is stored beside the dataset; None where another stage has it.
@@ -151,6 +153,7 @@ class WritingCapture(Capture):
             [column.name for column in columns],
             list(compat.REFUSED_PROMPT),
             served_name,
+            media_token,
         )
         self._writer = Writer(memory, setup, self._writer_ended)
 

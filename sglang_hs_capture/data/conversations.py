@@ -6,6 +6,8 @@ Three forms are told apart line by line, so one file may mix them. The first of 
 - ``messages``: OpenAI's form, with ``tools`` and ``chat_template_kwargs`` beside it;
 - ``conversations``: ShareGPT's form, with ``tools`` and ``system`` beside it.
 
+Each may have images, in the messages or in a list of its own, ``images``; see ``data/media.py``.
+
 A row's ``id`` may be a string or a whole number. A row without one is named by its content (``sha256-`` and 32 hex
 digits), not by its line: a shuffled, filtered or split file then gives the same ids, and a capture goes on where it
 stopped. When the same content comes again without an id, the second is given the suffix ``-2``, the third ``-3``; which
@@ -16,20 +18,32 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from sglang_hs_capture.data.images import load_images
 from sglang_hs_capture.data.lines import LINE_LIMIT, check_files, read_lines
+from sglang_hs_capture.data.media import IMAGE_KEYS, OTHER_MEDIA_KEYS, place_images, row_images
 from sglang_hs_capture.data.messages import parse_messages, parse_sharegpt, parse_tools
-from sglang_hs_capture.data.records import BadRow, Conversation, InputProblem, LossMask, Record, Sample, TokenIds, shown
+from sglang_hs_capture.data.records import (
+    BadRow,
+    Conversation,
+    InputProblem,
+    LossMask,
+    Record,
+    Sample,
+    TokenIds,
+    folder_of,
+    shown,
+)
 
 MAX_ID_CHARACTERS = 4096
 
 _FORMS = ("input_ids", "messages", "conversations")
-_CONTENT_KEYS = (*_FORMS, "loss_mask", "tools", "system", "chat_template_kwargs")
-_MEDIA_KEYS = ("images", "image", "videos", "audios")
+_CONTENT_KEYS = (*_FORMS, *IMAGE_KEYS, "loss_mask", "tools", "system", "chat_template_kwargs")
 # What a row may not pass to the template, because it belongs to the call itself.
 _RESERVED_KWARGS = frozenset(
     {
@@ -127,9 +141,7 @@ class _ContentNames:
 
 
 def _renamed(record: Record, sample_id: str) -> Record:
-    if isinstance(record, Sample):
-        return Sample(sample_id, record.source, record.input_ids, record.loss_mask)
-    return Conversation(sample_id, record.source, record.messages, record.tools, record.template_kwargs)
+    return replace(record, id=sample_id)
 
 
 def _parse_line(line: bytes, number: int) -> dict[str, Any]:
@@ -170,17 +182,19 @@ def _parse_row(row: dict[str, Any], sample_id: str, source: str) -> Record:
     form = next((key for key in _FORMS if row.get(key) is not None), None)
     if form is None:
         raise BadRow(f"unknown form: expected one of the keys {', '.join(_FORMS)}; got {shown(sorted(row))}")
+    media = [key for key in OTHER_MEDIA_KEYS if row.get(key)]
+    if media:
+        raise BadRow(f"{media[0]}: only images are supported, no other media")
     if form == "input_ids":
         input_ids = _token_ids(row["input_ids"])
-        return Sample(sample_id, source, input_ids, _loss_mask(row.get("loss_mask"), len(input_ids)))
-    media = [key for key in _MEDIA_KEYS if row.get(key)]
-    if media:
-        raise BadRow(f"{media[0]}: images and other media are not supported yet, only text")
+        images = load_images(row_images(row), folder_of(source))
+        return Sample(sample_id, source, input_ids, _loss_mask(row.get("loss_mask"), len(input_ids)), images)
     messages = (
         parse_messages(row["messages"])
         if form == "messages"
         else parse_sharegpt(row["conversations"], row.get("system"))
     )
+    messages = place_images(messages, row)
     kwargs = check_template_kwargs(row.get("chat_template_kwargs"))
     return Conversation(sample_id, source, messages, parse_tools(row.get("tools")), kwargs)
 

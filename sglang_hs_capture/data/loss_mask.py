@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from sglang_hs_capture.data.media import last_text
 from sglang_hs_capture.data.records import BadRow, Conversation, LossMask, Message, TokenIds, shown
 from sglang_hs_capture.data.template import ChatTemplate, Offsets, Span
 
@@ -110,7 +111,7 @@ def _plausible(text: str, spans: Sequence[Span], messages: Sequence[Message]) ->
         return False
     if len(spans) != len(contents):
         return all(0 <= start <= end <= len(text) for start, end in spans)
-    tails = [content.strip()[-_TAIL_CHARACTERS:] for content in contents]
+    tails = [last_text(content).strip()[-_TAIL_CHARACTERS:] for content in contents]
     return all(tail in text[start:end] for tail, (start, end) in zip(tails, spans, strict=True))
 
 

@@ -1,10 +1,14 @@
 """What passes between the parts of this package: conversations, samples, and lines that cannot be used."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from sglang_hs_capture.data.images import Image
 
 Message = dict[str, Any]
 TokenIds = npt.NDArray[np.int64]
@@ -18,8 +22,8 @@ class Conversation:
     Attributes:
         id: the sample's id, from the file or derived from the content.
         source: ``file:line``.
-        messages: ``role``, ``content`` (always a string), and ``reasoning_content``, ``tool_calls``, ``tool_call_id``,
-            ``name`` and whatever else the file gives.
+        messages: ``role``, ``content`` (a string, or parts as in ``data/media.py`` where it has images), and
+            ``reasoning_content``, ``tool_calls``, ``tool_call_id``, ``name`` and whatever else the file gives.
         tools: tool declarations in OpenAI's form, or None.
         template_kwargs: the row's own ``chat_template_kwargs``.
     """
@@ -40,12 +44,16 @@ class Sample:
         source: ``file:line``.
         input_ids: int64 ``[S]``, S at least 1.
         loss_mask: uint8 ``[S]``; 1 for tokens that are trained on.
+        images: those that the placeholders among ``input_ids``, one each, stand for.
+        media_token: the placeholder; None without images.
     """
 
     id: str
     source: str
     input_ids: TokenIds
     loss_mask: LossMask
+    images: "tuple[Image, ...]" = ()
+    media_token: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,11 @@ class InputProblem:
 
 # A row that was tokenised before needs nothing more than a length check, so it is a sample already.
 Record = Conversation | Sample
+
+
+def folder_of(source: str) -> Path:
+    """The folder of the file that a row came from: what relative paths in it are relative to."""
+    return Path(source.rpartition(":")[0]).parent
 
 
 class BadRow(Exception):  # noqa: N818 - never leaves this package: it always ends as an InputProblem

@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 
 from sglang_hs_capture.data.conversations import check_template_kwargs, iter_records
+from sglang_hs_capture.data.images import load_images
 from sglang_hs_capture.data.loss_mask import tokenize
-from sglang_hs_capture.data.records import BadRow, InputProblem, Record, Sample, shown
+from sglang_hs_capture.data.media import references
+from sglang_hs_capture.data.placeholders import check_placeholders
+from sglang_hs_capture.data.records import BadRow, Conversation, InputProblem, Record, Sample, folder_of, shown
 from sglang_hs_capture.data.template import ChatTemplate
 from sglang_hs_capture.errors import InputError
 
@@ -23,6 +26,7 @@ class SamplePreparer:
         *,
         template_kwargs: Mapping[str, Any] | None = None,
         stop_ids: Iterable[int] = (),
+        media_token: int | None = None,
     ) -> None:
         """
         Args:
@@ -30,6 +34,7 @@ class SamplePreparer:
             template_kwargs: settings passed to the chat template, such as ``{"thinking": False}``.
             stop_ids: token ids that end an assistant's turn, besides those the tokenizer and its template show
                 (``read_stop_ids``).
+            media_token: what stands for an image in a prompt; None for a model that takes none.
 
         Raises:
             InputError: ``template_kwargs`` names an argument that is not the template's.
@@ -40,23 +45,27 @@ class SamplePreparer:
             raise InputError(str(error)) from None
         self._tokenizer = tokenizer
         self._more_stop_ids = frozenset(stop_ids)
+        self._media_token = media_token
         self._template: ChatTemplate | None = None
 
     def prepare(self, record: Record) -> Sample | InputProblem:
-        """Tokenise one record; a row tokenised before is returned as it is.
+        """Tokenise one record and read its images; a row tokenised before is returned as it is.
 
         Raises:
             InputError: the record is a conversation, and there is no tokenizer or it has no chat template, so that no
                 conversation at all can be prepared.
         """
-        if isinstance(record, Sample):
-            return record
-        template = self._chat_template(record.source)
         try:
-            input_ids, mask = tokenize(template, record, template.stop_ids | self._more_stop_ids)
+            sample = record if isinstance(record, Sample) else self._tokenised(record)
+            return check_placeholders(sample, self._media_token)
         except BadRow as problem:
             return InputProblem(record.source, str(problem), record.id)
-        return Sample(record.id, record.source, input_ids, mask)
+
+    def _tokenised(self, record: Conversation) -> Sample:
+        template = self._chat_template(record.source)
+        images = load_images(references(record.messages), folder_of(record.source))
+        input_ids, mask = tokenize(template, record, template.stop_ids | self._more_stop_ids)
+        return Sample(record.id, record.source, input_ids, mask, images)
 
     def _chat_template(self, source: str) -> ChatTemplate:
         if self._tokenizer is None:

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
+import numpy as np
+from numpy.typing import NDArray
 
 from sglang_hs_capture.errors import EngineError
 
@@ -84,12 +86,22 @@ class ServerClient:
         """Close all connections."""
         await self._session.close()
 
-    async def prefill(self, rid: str, input_ids: Sequence[int], *, bypass_cache: bool = False) -> None:
+    async def prefill(
+        self,
+        rid: str,
+        input_ids: Sequence[int],
+        *,
+        images: Sequence[str] = (),
+        routing_ids: NDArray[np.int64] | None = None,
+        bypass_cache: bool = False,
+    ) -> None:
         """Send one prompt and wait for the server's reply; a server whose queue is full is asked again.
 
         Args:
             rid: the request's id.
             input_ids: the prompt's tokens.
+            images: for each placeholder among them, in order, an image as a ``data:`` URI or a URL.
+            routing_ids: what ``ServerPool`` chooses a server by.
             bypass_cache: compute the whole prompt, whatever the prefix cache holds.
 
         Raises:
@@ -98,6 +110,8 @@ class ServerClient:
             ConnectionError: the server cannot be reached, or the connection broke.
         """
         body: dict[str, Any] = {"rid": rid, "input_ids": list(input_ids), "sampling_params": PREFILL_ONLY}
+        if images:
+            body["image_data"] = list(images)
         if bypass_cache:
             # A key that no other request has: SGLang keeps a prefix tree of its own for each.
             body["extra_key"] = rid
@@ -110,7 +124,8 @@ class ServerClient:
         if isinstance(reason, dict) and reason.get("type") == "abort":
             raise RetryableError(f"the server aborted the request: {reason.get('message', 'no reason given')}")
         seen = meta.get("prompt_tokens", len(input_ids))
-        if seen != len(input_ids):
+        # How many positions an image takes is the server's to say.
+        if seen < len(input_ids) or (seen > len(input_ids) and not images):
             raise RetryableError(f"the server computed {seen} of the prompt's {len(input_ids)} tokens")
 
     async def _generate(self, body: Any) -> Any:

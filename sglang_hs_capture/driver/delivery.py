@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from sglang_hs_capture.data.records import BadRow
 from sglang_hs_capture.driver.client import RefusedError, RetryableError, ServerClient
 from sglang_hs_capture.driver.feed import Job
 from sglang_hs_capture.driver.pool import ServerPool
@@ -61,28 +62,28 @@ class Delivery:
         self._reconnecting = asyncio.Lock()
         self.resent = 0
 
-    def offer(self, record: SampleRecord | FailureRecord) -> RequestRecord | None:
+    def offer(self, record: SampleRecord | FailureRecord) -> int:
         """Take one record of a journal; those of other requests are passed over.
 
-        A sample counts as acknowledged only if its length and its hash are the prompt's own; a late acknowledgement of
-        an earlier attempt is as good as one of the latest. Of failures only the latest attempt's counts.
+        A sample counts as acknowledged only if it is the one asked for, by its length and its hash; a late
+        acknowledgement of an earlier attempt is as good as one of the latest. Of failures only the latest attempt's
+        counts.
 
         Returns:
-            The ledger's record of the sample if this very record acknowledges it.
+            The tokens of the sample if this very record acknowledges one, else 0.
         """
         parsed = parse_rid(record.rid)
         pending = self._pending.get(parsed.key) if parsed and parsed.prefix == self._rid_prefix else None
         if pending is None:
-            return None
+            return 0
         if isinstance(record, SampleRecord):
-            if (record.length, record.end_hash) == (pending.record.length, pending.record.end_hash):
-                return pending.record if pending.settle("") else None
+            if pending.record.is_met_by(record.length, record.end_hash, record.media):
+                return record.length if pending.settle("") else 0
             if record.rid == pending.rid:
-                sent = pending.record.length
-                pending.settle(f"the states stored are those of other tokens ({record.length} of them, {sent} sent)")
+                pending.settle(_other_tokens(pending.record, record))
         elif record.rid == pending.rid:
             pending.settle(f"{record.reason}: {record.detail}")
-        return None
+        return 0
 
     async def deliver(self, job: Job, computed: asyncio.Event | None = None) -> None:
         """Send a sample until it is acknowledged.
@@ -120,8 +121,15 @@ class Delivery:
     async def _attempt(self, job: Job, pending: _Pending, computed: asyncio.Event | None) -> str:
         """One attempt: "" when the sample is acknowledged, the reason when it is not."""
         try:
+            images = await asyncio.to_thread(_payloads, job) if job.images else ()
             # Rows that could not be found or proven in the cache are computed anew.
-            await self._client.prefill(pending.rid, job.input_ids.tolist(), bypass_cache=pending.attempt > 0)
+            await self._client.prefill(
+                pending.rid,
+                job.input_ids.tolist(),
+                images=images,
+                routing_ids=job.routing_ids,
+                bypass_cache=pending.attempt > 0,
+            )
         except (RefusedError, RetryableError, ConnectionError) as error:
             if pending.verdict.done() and not pending.verdict.result():
                 return ""  # the reply was lost, the states were not
@@ -145,3 +153,21 @@ class Delivery:
                     f"lost the server ({error}) and it did not come back within {self._settings.grace_s:g} s; all "
                     "acknowledged samples are safe, run again to go on"
                 )
+
+
+def _payloads(job: Job) -> list[str]:
+    """The images of a sample as they are sent.
+
+    Raises:
+        DroppedError: one of them is not there any more as it was read.
+    """
+    try:
+        return [image.payload() for image in job.images]
+    except BadRow as error:
+        raise DroppedError(str(error)) from None
+
+
+def _other_tokens(asked: RequestRecord, stored: SampleRecord) -> str:
+    if asked.images and stored.media is None:
+        return "the states stored are those of the prompt without its images: the server did not take them"
+    return f"the states stored are those of other tokens ({stored.length} of them, {asked.length} sent)"

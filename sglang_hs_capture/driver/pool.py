@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sglang_hs_capture.driver.client import RETRY_PAUSE_S, ServerClient
 from sglang_hs_capture.store.hashing import prefix_hashes
@@ -71,23 +72,34 @@ class ServerPool:
         for server in self._servers:
             await server.client.close()
 
-    async def prefill(self, rid: str, input_ids: Sequence[int], *, bypass_cache: bool = False) -> None:
+    async def prefill(
+        self,
+        rid: str,
+        input_ids: Sequence[int],
+        *,
+        images: Sequence[str] = (),
+        routing_ids: NDArray[np.int64] | None = None,
+        bypass_cache: bool = False,
+    ) -> None:
         """Send one prompt to one server and wait for its reply: see ``ServerClient.prefill``.
+
+        The server is chosen by ``routing_ids``, or by ``input_ids`` where there are none.
 
         Raises:
             RefusedError, RetryableError, ConnectionError: as there.
         """
-        hashes = _block_hashes(input_ids)
+        route = np.asarray(input_ids, dtype=np.int64) if routing_ids is None else routing_ids
+        hashes = _block_hashes(route)
         server = self._choose(hashes)
         server.remember(hashes)
-        server.tokens += len(input_ids)
+        server.tokens += len(route)
         try:
-            await server.client.prefill(rid, input_ids, bypass_cache=bypass_cache)
+            await server.client.prefill(rid, input_ids, images=images, bypass_cache=bypass_cache)
         except ConnectionError:
             self._lost(server)
             raise
         finally:
-            server.tokens -= len(input_ids)
+            server.tokens -= len(route)
 
     async def healthy(self) -> bool:
         """Whether one of the servers is up."""
@@ -135,7 +147,7 @@ async def wait_for_any(clients: Sequence[ServerClient], grace_s: float) -> bool:
         await asyncio.gather(*waits, return_exceptions=True)
 
 
-def _block_hashes(input_ids: Sequence[int]) -> list[int]:
+def _block_hashes(ids: NDArray[np.int64]) -> list[int]:
     """The chained hash of the prompt at each multiple of ``BLOCK`` tokens."""
-    ends = prefix_hashes(np.asarray(input_ids, dtype=np.int64), 0, 0)[BLOCK - 1 :: BLOCK]
+    ends = prefix_hashes(ids, 0, 0)[BLOCK - 1 :: BLOCK]
     return [int(value) for value in ends]

@@ -103,8 +103,8 @@ class CaptureRun:
 
     async def _pump(self, intake: Intake, journals: JournalWatch, sessions: list[SessionRecord]) -> None:
         limits = [record.max_prompt_tokens for record in sessions if record.max_prompt_tokens]
-        if limits:
-            intake.limit_prompts(min(limits))
+        takes_images = all(record.media_token is not None for record in sessions)
+        intake.limit_prompts(min(limits, default=None), takes_images=takes_images)
         delivery = Delivery(self._target.client, sessions[0].rid_prefix, self._settings.delivery)
         watch = SessionWatch(self._settings.output, sessions)
         pump = Pump(

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,37 +35,46 @@ class Source:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
 
-    def samples(self, *, max_length: int | None, vocab_size: int | None) -> Iterator[Sample | InputProblem]:
+    def samples(
+        self, *, max_length: int | None, vocab_size: int | None, media_token: int | None = None
+    ) -> Iterator[Sample | InputProblem]:
         """Read the files.
 
         Args:
             max_length: the longest prompt the model takes, as far as it is known.
             vocab_size: token ids must be below it; None if it is not known.
+            media_token: what stands for an image in a prompt; None for a model that takes none, or is not known.
 
         Raises:
             InputError: a file is missing.
         """
-        return iter_samples(self.paths, LazyPreparer(self._load), max_length=max_length, vocab_size=vocab_size)
+        preparer = LazyPreparer(partial(self._load, media_token), media_token)
+        return iter_samples(self.paths, preparer, max_length=max_length, vocab_size=vocab_size)
 
-    def _load(self) -> SamplePreparer:
+    def _load(self, media_token: int | None) -> SamplePreparer:
         tokenizer = load_tokenizer(
             self.tokenizer, trust_remote_code=self.trust_remote_code, chat_template=self.chat_template
         )
-        return SamplePreparer(tokenizer, template_kwargs=self.template_kwargs, stop_ids=read_stop_ids(self.tokenizer))
+        return SamplePreparer(
+            tokenizer,
+            template_kwargs=self.template_kwargs,
+            stop_ids=read_stop_ids(self.tokenizer),
+            media_token=media_token,
+        )
 
 
 class LazyPreparer(SamplePreparer):
     """A preparer that is made when the first conversation comes; rows tokenised before need none."""
 
-    def __init__(self, load: Callable[[], SamplePreparer]) -> None:
-        super().__init__()
+    def __init__(self, load: Callable[[], SamplePreparer], media_token: int | None = None) -> None:
+        super().__init__(media_token=media_token)
         self._load = load
         self._loaded: SamplePreparer | None = None
 
     def prepare(self, record: Record) -> Sample | InputProblem:
         """See ``SamplePreparer.prepare``."""
         if isinstance(record, Sample):
-            return record
+            return super().prepare(record)
         if self._loaded is None:
             self._loaded = self._load()
         return self._loaded.prepare(record)

@@ -77,7 +77,9 @@ def run_on_own_server(
     """
     config = find_model(model)
     samples = source.samples(
-        max_length=_context_length(config, sglang_args), vocab_size=config.vocab_size if config else None
+        max_length=_context_length(config, sglang_args),
+        vocab_size=config.vocab_size if config else None,
+        media_token=config.media_token if config else None,
     )
     plan = plan_server(
         model,
@@ -114,7 +116,11 @@ def run_on_running_servers(
     """
     config = find_model(model) if model else None
     known = config or served_model(settings.output)
-    samples = source.samples(max_length=None, vocab_size=known.vocab_size if known else None)
+    samples = source.samples(
+        max_length=None,
+        vocab_size=known.vocab_size if known else None,
+        media_token=known.media_token if known else None,
+    )
     if not settings.output.is_dir():
         raise ConfigError(
             f"--output {settings.output}: there is no such directory; name the one the server captures into"

@@ -17,6 +17,7 @@ from sglang_hs_capture.reader.dequantize import dequantize
 from sglang_hs_capture.store.hashing import prefix_hashes
 from sglang_hs_capture.store.identity import FINAL_NORM_FILE
 from sglang_hs_capture.store.index import SampleEntry, SamplePart, load_index
+from sglang_hs_capture.store.media import modality_mask, prompt_hash
 from sglang_hs_capture.store.schema import FLOAT8, DatasetInfo, Extent, ShardRecord, rle_decode, split_extents
 from sglang_hs_capture.store.shard import ShardLayout
 from sglang_hs_capture.store.shard_reader import ShardReader
@@ -38,12 +39,14 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
     An item is a dictionary of
 
     - ``id``: str;
-    - ``input_ids``: int64 [S];
+    - ``input_ids``: int64 [S]; at the positions of an image the model's placeholder for one;
     - ``hidden_states``: a list with one contiguous tensor [S, H] for each of ``columns``, in the dtype stored, or in
       bfloat16 where that is float8, multiplied by the scales;
     - ``scales``: only with ``raw``, and of a dataset in float8, whose ``hidden_states`` are then as they are stored: a
       list with a float32 tensor [S] for each of ``columns``. ``dequantize`` in ``reader/dequantize.py`` takes a pair;
-    - ``loss_mask``: int64 [S], all ones for a request sent by hand.
+    - ``loss_mask``: int64 [S], all ones for a request sent by hand, but for positions of images, which are 0;
+    - ``modality_mask``: only of a dataset that has a sample with images, and there in every item: int64 [S], 1 at the
+      positions of images.
 
     It can be pickled, and shared with data loader workers: shards are opened where they are read.
     """
@@ -72,6 +75,7 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
                 stacklevel=2,
             )
         self.samples: tuple[SampleEntry, ...] = index.samples
+        self.has_images = any(sample.media is not None for sample in index.samples)
         self._shards: dict[tuple[str, int], tuple[ShardRecord, int]] = {
             (entry.writer, entry.shard): (entry.state.record, entry.state.rows) for entry in index.shards
         }
@@ -111,13 +115,18 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
             if scales_of_part is not None:
                 scales |= {name: scales_of_part[:, part.columns.index(name)].contiguous() for name in columns}
             wanted -= set(part.columns)
-        mask = np.ones(sample.length, np.int64) if sample.loss_mask_rle is None else rle_decode(sample.loss_mask_rle)
+        images = modality_mask(sample.length, sample.media)
+        if sample.media is not None:
+            input_ids = np.where(images == 1, sample.media.token, input_ids)
+        mask = 1 - images if sample.loss_mask_rle is None else rle_decode(sample.loss_mask_rle)
         item = {
             "id": sample.id,
             "input_ids": torch.from_numpy(input_ids),
             "hidden_states": list(states.values()),
             "loss_mask": torch.from_numpy(mask),
         }
+        if self.has_images:
+            item["modality_mask"] = torch.from_numpy(images)
         return {**item, "scales": [scales[name] for name in self.columns]} if self.raw and scales else item
 
     def final_norm(self) -> tuple[Tensor, float]:
@@ -152,6 +161,11 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
                 raise CorruptionError(
                     f"{self.path}: sample {sample.id!r} of {part.writer}: the stored tokens are not those of the "
                     f"prompt, {place}; its rows are {part.extents}. Restore the shard from a copy, or capture anew"
+                )
+            if sample.media is not None and prompt_hash(ids, sample.media) != sample.media.prompt_hash:
+                raise CorruptionError(
+                    f"{self.path}: sample {sample.id!r} of {part.writer}: without its images' positions the stored "
+                    "tokens are not those of the prompt. Restore the journal from a copy, or capture anew"
                 )
         return ids
 

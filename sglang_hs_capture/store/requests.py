@@ -8,7 +8,7 @@ from typing import Any
 from sglang_hs_capture.errors import CorruptionError
 from sglang_hs_capture.store.journal import JournalFile, read_records
 from sglang_hs_capture.store.lock import FileLock
-from sglang_hs_capture.store.schema import RESTORE, to_hex
+from sglang_hs_capture.store.schema import RESTORE, Media, to_hex
 
 LEDGER_FILE = "requests.jsonl"
 
@@ -19,11 +19,12 @@ class RequestRecord:
 
     Attributes:
         id: the user's name of the sample.
-        key: ``schema.sample_key(id)``.
-        length: number of tokens S.
-        end_hash: chained hash of all tokens (``hashing.end_hash``).
+        key: ``schema.sample_key(id, images)``.
+        length: number of tokens S; each image counts as one, its placeholder.
+        end_hash: chained hash of all these tokens (``hashing.end_hash``).
         loss_mask: run lengths of the loss mask [S] (``schema.rle_encode``).
         source: where the sample came from, ``file:line``.
+        images: what identifies each image, in the prompt's order.
     """
 
     id: str
@@ -32,10 +33,18 @@ class RequestRecord:
     end_hash: int
     loss_mask: tuple[int, ...]
     source: str
+    images: tuple[str, ...] = ()
+
+    def is_met_by(self, length: int, end_hash: int, media: Media | None) -> bool:
+        """Whether an acknowledged sample has the tokens asked for, and as many images."""
+        images = 0
+        if media is not None:
+            length, end_hash, images = media.prompt_length(length), media.prompt_hash, len(media.runs)
+        return (length, end_hash, images) == (self.length, self.end_hash, len(self.images))
 
     def to_json(self) -> dict[str, Any]:
         """The record as a line of the ledger has it."""
-        return {
+        record = {
             "t": "request",
             "id": self.id,
             "key": self.key,
@@ -44,6 +53,7 @@ class RequestRecord:
             "loss_mask": list(self.loss_mask),
             "source": self.source,
         }
+        return {**record, "images": list(self.images)} if self.images else record
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> "RequestRecord":
@@ -56,7 +66,8 @@ class RequestRecord:
         length = int(raw["length"])
         if sum(mask) != length or min(mask, default=0) < 0:
             raise ValueError(f"the loss mask covers {sum(mask)} tokens of {length}")
-        return cls(raw["id"], raw["key"], length, int(raw["end_hash"], 16), mask, raw["source"])
+        images = tuple(str(image) for image in raw.get("images", ()))
+        return cls(raw["id"], raw["key"], length, int(raw["end_hash"], 16), mask, raw["source"], images)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ class SessionRecord:
         model: the model's identity, as in ``dataset.json``.
         columns: those of the dataset's columns that this writer captures; none in records of older releases, which
             captured all.
+        media_token: the token id that stands for an image in a prompt; None where the server takes no images.
         draft_ids: the captured boundaries in each convention.
     """
 
@@ -81,6 +82,7 @@ class SessionRecord:
     max_prompt_tokens: int = 0
     chunked_prefill_size: int = 0
     prefix_cache: bool = False
+    media_token: int | None = None
     draft_ids: dict[str, list[int]] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
 
