@@ -26,6 +26,7 @@ RELIED_ON = (
     "sglang.srt.model_executor.cuda_graph_config:check_cuda_graph_backend",
     "sglang.srt.configs.model_config:ModelConfig.from_server_args",
     "sglang.srt.configs.model_config:AttentionArch.MLA",
+    "sglang.srt.managers.schedule_batch:MultimodalDataItem",
     "sglang.srt.models.registry:ModelRegistry.resolve_model_cls",
     "sglang.srt.models.deepseek_v2:DeepseekV2ForCausalLM",
     "sglang.srt.models.deepseek_v2:DeepseekV3ForCausalLM",

@@ -105,10 +105,10 @@ class WritingCapture(Capture):
         *,
         session: SessionRecord,
         served_name: str,
-        media_token: int | None,
         device: torch.device,
         staging_rows: int,
         norm: torch.nn.Module | None,
+        media_token: int | None = None,
     ) -> None:
         """Allocate the buffers and start the writing process, which opens the dataset.
 
@@ -119,10 +119,10 @@ class WritingCapture(Capture):
             columns: those of its columns that come in this process.
             session: the record to be kept up to date; complete but for the counters.
             served_name: the model's name in SGLang's metrics.
-            media_token: what stands for an image in a prompt as it is sent; None where images are not taken.
             device: where states come from.
             staging_rows: rows of the largest forward that is expected.
             norm: the final norm, whose weight is stored beside the dataset; None where another stage has it.
+            media_token: what stands for an image in a prompt as it is sent; None where images are not taken.
 
         Raises:
             StoreError: the dataset cannot be written, or is of another model or other settings.

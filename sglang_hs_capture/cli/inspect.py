@@ -56,8 +56,10 @@ def describe(directory: Path, index: DatasetIndex) -> dict[str, Any]:
         "sglang_version": info.sglang_version,
         "samples": len(index.samples),
         "tokens": tokens,
-        "with_images": sum(sample.media is not None for sample in index.samples),
-        "image_tokens": sum(sample.media.positions for sample in index.samples if sample.media),
+        "images": {
+            "samples": sum(sample.media is not None for sample in index.samples),
+            "tokens": sum(sample.media.positions for sample in index.samples if sample.media),
+        },
         "rows": rows,
         "rows_without_sample": rows - used,
         # The share of the samples' tokens whose row was there; in compute, less what was computed in vain.
@@ -131,8 +133,8 @@ def lines(account: dict[str, Any]) -> list[str]:
     share = account["rows_without_sample"] / account["rows"] if account["rows"] else 0.0
     scales = " with a scale for each row and state" if account["dtype"] == FLOAT8 else ""
     images = ""
-    if account["with_images"]:
-        images = f", {account['with_images']:,} with images ({account['image_tokens']:,} of the tokens)"
+    if account["images"]["samples"]:
+        images = f", {account['images']['samples']:,} with images ({account['images']['tokens']:,} of the tokens)"
     shown = [
         f"Dataset      {account['path']}",
         f"Model        {model['path']} ({model['architecture']})",

@@ -106,19 +106,15 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
         states = {name: torch.empty(sample.length, self.info.hidden_size, dtype=dtype) for name in self.columns}
         scales: dict[str, Tensor] = {}
         wanted = set(self.columns)
-        input_ids = np.empty(0, np.int64)
+        input_ids = self.read_input_ids(sample)
         for part in sample.parts:
-            input_ids = self._read_tokens(sample, part)
             columns = {name: states[name] for name in part.columns if name in wanted}
             scales_of_part = self._read_scales(part)
             self._read_states(part, columns, None if self.raw else scales_of_part)
             if scales_of_part is not None:
                 scales |= {name: scales_of_part[:, part.columns.index(name)].contiguous() for name in columns}
             wanted -= set(part.columns)
-        images = modality_mask(sample.length, sample.media)
-        if sample.media is not None:
-            input_ids = np.where(images == 1, sample.media.token, input_ids)
-        mask = 1 - images if sample.loss_mask_rle is None else rle_decode(sample.loss_mask_rle)
+        mask = np.ones(sample.length, np.int64) if sample.loss_mask_rle is None else rle_decode(sample.loss_mask_rle)
         item = {
             "id": sample.id,
             "input_ids": torch.from_numpy(input_ids),
@@ -126,8 +122,19 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
             "loss_mask": torch.from_numpy(mask),
         }
         if self.has_images:
-            item["modality_mask"] = torch.from_numpy(images)
+            item["modality_mask"] = torch.from_numpy(modality_mask(sample.length, sample.media))
         return {**item, "scales": [scales[name] for name in self.columns]} if self.raw and scales else item
+
+    def read_input_ids(self, sample: SampleEntry) -> NDArray[np.int64]:
+        """The tokens int64 [S] of a sample, checked at every part if ``check`` is set; placeholders for its images.
+
+        Raises:
+            CorruptionError: they are not those that were captured.
+        """
+        ids = [self._read_tokens(sample, part) for part in sample.parts][-1]
+        if sample.media is None:
+            return ids
+        return np.where(modality_mask(len(ids), sample.media) == 1, sample.media.token, ids)
 
     def final_norm(self) -> tuple[Tensor, float]:
         """The model's final norm: its weight [H] and its epsilon, by which a post-norm state can be computed.

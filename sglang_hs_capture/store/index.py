@@ -31,7 +31,7 @@ class SampleEntry:
         length: number of tokens S.
         end_hash: chained hash of all tokens.
         parts: one per pipeline stage, together having every column of the dataset.
-        loss_mask_rle: run lengths of the loss mask [S]; None for a request sent by hand.
+        loss_mask_rle: run lengths of the loss mask [S]; None for all ones, as of a request sent by hand.
         source: ``file:line``; None for a request sent by hand.
         media: where its images are; None without any.
     """
@@ -44,6 +44,14 @@ class SampleEntry:
     loss_mask_rle: tuple[int, ...] | None = None
     source: str | None = None
     media: Media | None = None
+
+    @classmethod
+    def by_hand(
+        cls, rid: str, length: int, end_hash: int, parts: tuple[SamplePart, ...], media: Media | None
+    ) -> "SampleEntry":
+        """The sample of a request that the driver did not send: every token counts, but for positions of images."""
+        mask = expand_loss_mask((0, media.prompt_length(length)), media) if media else None
+        return cls(rid, rid, length, end_hash, parts, mask, media=media)
 
     @classmethod
     def of_request(
@@ -195,7 +203,7 @@ def _join(
     for rid, length, end_hash, media, parts in _whole(info, replays):
         request = ledger.requests.get(_sample_id(rid, names))
         if request is None:
-            entry = SampleEntry(rid, rid, length, end_hash, parts, media=media)
+            entry = SampleEntry.by_hand(rid, length, end_hash, parts, media)
             if parse_rid(rid) is None:
                 found.setdefault(rid, entry)
             else:

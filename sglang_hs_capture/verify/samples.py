@@ -47,7 +47,7 @@ def join(info: DatasetInfo, replays: Sequence[Replay], ledger: Requests, finding
             continue
         parts = tuple(group.parts)
         if request is None:
-            entry = SampleEntry(rid, rid, length, end_hash, parts, media=media)
+            entry = SampleEntry.by_hand(rid, length, end_hash, parts, media)
             if parsed is not None:
                 _unclaimed(entry, parsed, findings)
             else:

@@ -191,6 +191,22 @@ def test_verify_and_inspect_know_images(captured):
     assert "6 with images" in inspected.stdout
 
 
+def test_stages_of_a_pipeline_agree_on_an_image(captured, tmp_path):
+    words = [str(tmp_path / "dataset") if word == captured["dataset"] else word for word in captured["words"]]
+    done = call(*words, "--limit", "4", *SGLANG, "--pp-size", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, other = HiddenStateDataset(captured["dataset"]), HiddenStateDataset(tmp_path / "dataset")
+    same = {entry.id: place for place, entry in enumerate(one.samples)}
+    assert len(other) == 4
+    for entry, sample in zip(other.samples, other, strict=True):
+        assert len(entry.parts) == 2
+        assert entry.end_hash == one.samples[same[entry.id]].end_hash
+        expected = one[same[entry.id]]
+        assert torch.equal(sample["modality_mask"], expected["modality_mask"])
+        for got, state in zip(sample["hidden_states"], expected["hidden_states"], strict=True):
+            assert ((got - state).norm(dim=1) / state.norm(dim=1)).max() <= TOLERANCE
+
+
 def test_another_process_makes_the_same_ids(captured, tmp_path):
     """The ids are made from the image's content, so that a capture that goes on another day is the same."""
     words = [str(tmp_path / "dataset") if word == captured["dataset"] else word for word in captured["words"]]

@@ -13,11 +13,12 @@ from fake_server import INFO, FakeServer, Lines
 
 from sglang_hs_capture.data.images import Image
 from sglang_hs_capture.data.records import Sample
-from sglang_hs_capture.driver import client, delivery, pump
+from sglang_hs_capture.driver import client, delivery, feed, pump
 from sglang_hs_capture.driver.delivery import DeliverySettings
 from sglang_hs_capture.driver.feed import Job
 from sglang_hs_capture.driver.intake import OnBadInput
 from sglang_hs_capture.driver.prefix_order import prefix_order
+from sglang_hs_capture.driver.pump import PumpSettings
 from sglang_hs_capture.driver.run import CaptureRun, RunSettings
 from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.driver.target import RunningServers
@@ -47,7 +48,6 @@ class ImageServer(FakeServer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.record.media_token = PAD
         self.images: dict[str, list[str]] = {}
 
     async def _generate(self, request: web.Request) -> web.Response:
@@ -81,15 +81,23 @@ def _quick(monkeypatch):
     monkeypatch.setattr(pump, "WATCH_INTERVAL_S", 0.01)
 
 
-def run(directory: Path, samples: list[Sample], **changes: Any) -> tuple[Summary, ImageServer]:
+def run(
+    directory: Path,
+    samples: list[Sample],
+    *,
+    takes_images: bool = True,
+    media_token: int | None = PAD,
+    settings: PumpSettings | None = None,
+) -> tuple[Summary, ImageServer]:
+    """One run on a server that says that it takes images if it has a ``media_token``, and does so or not."""
+
     async def main() -> tuple[Summary, ImageServer]:
         server = ImageServer(directory)
-        for name, value in changes.items():
-            setattr(server.record if name == "media_token" else server, name, value)
+        server.takes_images, server.record.media_token, server.record.prefix_cache = takes_images, media_token, True
         async with server:
             target = RunningServers([server.url], directory, expected=lambda info: [], api_key=None, grace_s=5.0)
-            settings = RunSettings(directory, OnBadInput.SKIP, delivery=FAST)
-            return await asyncio.wait_for(CaptureRun(target, samples, settings, Lines()).run(), 30), server
+            chosen = RunSettings(directory, OnBadInput.SKIP, delivery=FAST, pump=settings or PumpSettings())
+            return await asyncio.wait_for(CaptureRun(target, samples, chosen, Lines()).run(), 30), server
 
     return asyncio.run(main())
 
@@ -196,3 +204,21 @@ def test_prompts_share_what_their_images_have_in_common():
     assert len(same.routing_ids) == 102
     assert same.load == 102
     assert job([PAD], image(b"x" * 5120, 10)).load == 20
+
+
+def test_no_more_images_are_held_than_allowed(tmp_path, monkeypatch):
+    """Prompts are put in order together only as long as the input's own images do not fill memory."""
+    together: list[int] = []
+
+    def order(prompts: list[Any]) -> Any:
+        together.append(len(prompts))
+        return prefix_order(prompts)
+
+    monkeypatch.setattr(feed, "BATCH_SAMPLES", 1)
+    monkeypatch.setattr(pump, "prefix_order", order)
+    for bound in (PumpSettings.held_bytes, len(b"red")):
+        together.clear()
+        (tmp_path / str(bound)).mkdir()
+        summary, _ = run(tmp_path / str(bound), SAMPLES[:3], settings=PumpSettings(held_bytes=bound))
+        assert summary.captured == 3
+        assert max(together) == (3 if bound > 3 else 2)

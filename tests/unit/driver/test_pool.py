@@ -40,7 +40,7 @@ class Client:
         self.sent: list[list[int]] = []
         self.gate = asyncio.Event()
 
-    async def prefill(self, rid: str, input_ids: list[int], *, bypass_cache: bool = False) -> None:
+    async def prefill(self, rid: str, input_ids: list[int], **_: object) -> None:
         if not self.up:
             raise ConnectionError(f"{self.url} is gone")
         self.sent.append(list(input_ids))
