@@ -49,8 +49,8 @@ def reference(value: Any, where: str) -> str:
 def place_images(messages: Sequence[Message], row: dict[str, Any]) -> list[Message]:
     """Put the images of a row's own list where the messages have them.
 
-    That is at each part of the type ``image`` that names none, and at each ``<image>`` in a text, in order. Without a
-    list such a text is left as it is.
+    That is at each part of the type ``image`` that names none; where there is no such part, at each ``<image>`` in a
+    text, in order. Without a list such a text is left as it is.
 
     Args:
         messages: with contents as ``parse_messages`` gives them.
@@ -61,7 +61,8 @@ def place_images(messages: Sequence[Message], row: dict[str, Any]) -> list[Messa
     """
     images = row_images(row)
     rest = iter(images)
-    marked = images if any(MARK in text for message in messages for text in _texts(message)) else []
+    nameless = any(part == {"type": "image"} for message in messages for part in _parts(message))
+    marked = bool(images) and not nameless
     placed: list[Message] = []
     for index, message in enumerate(messages):
         content = _marks_to_parts(message.get("content")) if marked else message.get("content")
@@ -106,13 +107,6 @@ def last_text(content: Any) -> str:
 def _parts(message: Message) -> list[dict[str, Any]]:
     content = message.get("content")
     return content if isinstance(content, list) else []
-
-
-def _texts(message: Message) -> Iterator[str]:
-    content = message.get("content")
-    if isinstance(content, str):
-        yield content
-    yield from (part["text"] for part in _parts(message) if part["type"] == "text")
 
 
 def _marks_to_parts(content: Any) -> Any:

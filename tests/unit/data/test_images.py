@@ -111,8 +111,8 @@ def test_several_images_keep_their_order_over_turns(prepare):
         "messages": [
             {"role": "user", "content": "First <image>, then <image>."},
             ANSWER,
-            {"role": "user", "content": [{"type": "image", "image": RED_URI}, {"type": "image"}]},
-            {"role": "assistant", "content": [{"type": "text", "text": "like this: "}, {"type": "image"}]},
+            {"role": "user", "content": [{"type": "image", "image": RED_URI}, "<image>"]},
+            {"role": "assistant", "content": [{"type": "text", "text": "like this: <image>"}]},
         ],
         "images": ["blue.png", "pictures/red.png", "blue.png", "blue.png"],
     }
@@ -121,6 +121,12 @@ def test_several_images_keep_their_order_over_turns(prepare):
     places = sample.input_ids == sample.media_token
     # One that the assistant gives is no token that it learns, either.
     assert not sample.loss_mask[places].any()
+
+
+def test_marks_beside_parts_of_the_type_are_text(prepare, tokenizer):
+    [sample] = prepare({**user({"type": "image"}, "What does <image> mean?"), "images": ["blue.png"]})
+    assert [image.name for image in sample.images] == [name_of(BLUE)]
+    assert "What does <image> mean?" in tokenizer.decode(sample.input_ids)
 
 
 def test_rows_tokenised_before_may_have_images(prepare, media_token):
