@@ -38,6 +38,7 @@ setup(
         "triton",
         "safetensors",
         "numpy",
+        "pillow",
         "prometheus-client",
         "pydantic>=2",
         "xxhash",

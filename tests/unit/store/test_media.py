@@ -1,5 +1,7 @@
 """Where a sample's images are: records, and what is computed from them."""
 
+import hashlib
+
 import numpy as np
 import pytest
 
@@ -70,6 +72,12 @@ def test_records_without_images_are_what_they_were():
     assert "media" not in SampleRecord("r", 1, (Extent(0, 0, 1),), 1, "s").to_json()
     assert "images" not in request(images=()).to_json()
     assert sample_key("a") == sample_key("a", ()) != sample_key("a", ("sha256:a",))
+
+
+def test_the_key_is_made_as_the_page_on_the_format_says():
+    name = b"caf\xc3\xa9\0sha256:a\0url-sha256:b"
+    key = hashlib.blake2b(name, digest_size=12).hexdigest()
+    assert sample_key("caf\xe9", ("sha256:a", "url-sha256:b")) == key
 
 
 def test_an_image_behind_the_end_is_refused():
