@@ -110,7 +110,9 @@ def _decode(uri: str) -> bytes:
     try:
         if not comma:
             raise ValueError("there is no comma")
-        data = base64.b64decode(body, validate=True) if head.endswith(";base64") else unquote_to_bytes(body)
+        # Encoders break lines, as in mail.
+        plain = "".join(body.split())
+        data = base64.b64decode(plain, validate=True) if head.endswith(";base64") else unquote_to_bytes(body)
     except (ValueError, binascii.Error) as error:
         raise BadRow(f"image in a data: URI, {shown(uri, 40)}: {error}") from None
     if len(data) > MAX_BYTES:

@@ -75,6 +75,7 @@ FORMS = [
     user({"type": "image", "image": "pictures/red.png"}, {"type": "text", "text": "What?"}),
     user({"type": "image", "path": "pictures/red.png"}, {"type": "text", "text": "What?"}),
     user({"type": "image", "url": RED_URI}, {"type": "text", "text": "What?"}),
+    user({"type": "image", "url": RED_URI[:60] + "\r\n" + RED_URI[60:]}, {"type": "text", "text": "What?"}),
     user({"type": "image_url", "image_url": {"url": RED_URI}}, {"type": "text", "text": "What?"}),
     user({"type": "input_image", "image_url": RED_URI}, {"type": "text", "text": "What?"}),
     {**user({"type": "image"}, {"type": "text", "text": "What?"}), "images": ["pictures/red.png"]},
