@@ -39,6 +39,7 @@ setup(
         "safetensors",
         "datasets",
         "numpy",
+        "pillow",
         "pyarrow>=19",
         "prometheus-client",
         "pydantic>=2",

@@ -26,6 +26,7 @@ RELIED_ON = (
     "sglang.srt.model_executor.cuda_graph_config:check_cuda_graph_backend",
     "sglang.srt.configs.model_config:ModelConfig.from_server_args",
     "sglang.srt.configs.model_config:AttentionArch.MLA",
+    "sglang.srt.managers.schedule_batch:MultimodalDataItem",
     "sglang.srt.models.registry:ModelRegistry.resolve_model_cls",
     "sglang.srt.models.deepseek_v2:DeepseekV2ForCausalLM",
     "sglang.srt.models.deepseek_v2:DeepseekV3ForCausalLM",
@@ -93,6 +94,7 @@ class EngineSettings:
     lora: bool
     pd_multiplexing: bool
     disaggregation: bool
+    multimodal: bool
     aux_hidden_states: bool
     unproven_dp_attention: bool
     nameless_replicas: bool
@@ -146,6 +148,7 @@ def engine_settings() -> EngineSettings:
         lora=bool(_read(args, "enable_lora") or _read(args, "lora_paths")),
         pd_multiplexing=bool(_read(args, "enable_pdmux")),
         disaggregation=_read(args, "disaggregation_mode") != "null",
+        multimodal=bool(model_config.is_multimodal),
         aux_hidden_states=bool(_read(args, "enable_return_aux_hidden_states", introduced=(0, 5, 23), default=False)),
         unproven_dp_attention=dp_attention and _read(args, "device") != "cpu",
         nameless_replicas=int(_read(args, "dp_size")) > 1 and not (dp_attention or hasattr(get_parallel(), "dp_rank")),
@@ -196,6 +199,7 @@ class PrefillBatch:
         slots: int64 ``[N]``, the KV slot of each row.
         prompt_lens: int32 or int64 ``[B]``, each request's whole prompt length, on the device.
         req_pool_indices: ``[B]``, each request's line in ``req_to_token``.
+        mm_inputs: SGLang's ``MultimodalInputs`` of each request, None for one without media; None where none has any.
     """
 
     rids: Sequence[str]
@@ -205,6 +209,21 @@ class PrefillBatch:
     slots: torch.Tensor
     prompt_lens: torch.Tensor
     req_pool_indices: torch.Tensor
+    mm_inputs: Sequence[Any] | None = None
+
+    def images(self, index: int) -> list[tuple[int, int, tuple[int, ...]]]:
+        """The images of a request's whole prompt, in order: first position, number of positions, and their ids.
+
+        SGLang puts an image's ids at its positions in turn, beginning anew with each image: one id up to 0.5.17, four
+        in 0.5.23. They are made from the image's content, so that its prefix cache tells images apart.
+        """
+        found = self.mm_inputs[index] if self.mm_inputs else None
+        spans = []
+        for item in found.mm_items if found is not None else ():
+            ids = item.padding_values() if hasattr(item, "padding_values") else (item.pad_value,)
+            for start, last in item.offsets:
+                spans.append((int(start), int(last) - int(start) + 1, tuple(int(value) for value in ids)))
+        return sorted(spans)
 
 
 def prefill_batch(forward_batch: Any) -> PrefillBatch | None:
@@ -228,6 +247,7 @@ def prefill_batch(forward_batch: Any) -> PrefillBatch | None:
         slots=forward_batch.out_cache_loc if virtual is None else virtual,
         prompt_lens=forward_batch.orig_seq_lens[:count],
         req_pool_indices=forward_batch.req_pool_indices[:count],
+        mm_inputs=getattr(forward_batch, "mm_inputs", None),
     )
 
 

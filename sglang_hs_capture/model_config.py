@@ -44,6 +44,7 @@ class ModelConfig:
         vocab_size: number of token ids.
         context_length: most tokens of a prompt and its answer, as SGLang derives it.
         config_hash: hex digest that equals that of every copy of the same model.
+        media_token: the token id that stands for an image in a prompt; None for a model that takes no images.
     """
 
     path: Path
@@ -54,6 +55,7 @@ class ModelConfig:
     vocab_size: int
     context_length: int
     config_hash: str
+    media_token: int | None = None
 
     @property
     def architecture(self) -> str:
@@ -132,6 +134,7 @@ def _parse(directory: Path, file: Path, raw: dict[str, Any]) -> ModelConfig:
         vocab_size=_size(file, text, "vocab_size"),
         context_length=_context_length(text),
         config_hash=config_hash(raw),
+        media_token=_token(file, raw, "media_placeholder_token_id"),
     )
 
 
@@ -139,6 +142,13 @@ def _size(file: Path, text: Mapping[str, Any], key: str) -> int:
     value = text.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ConfigError(f"model: {file}: expected a positive number under {key!r}; got {value!r}")
+    return value
+
+
+def _token(file: Path, raw: Mapping[str, Any], key: str) -> int | None:
+    value = raw.get(key)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        raise ConfigError(f"model: {file}: expected a token id under {key!r}; got {value!r}")
     return value
 
 

@@ -103,6 +103,7 @@ def _attach(
     session.max_prompt_tokens = settings.context_length - 1
     session.chunked_prefill_size = settings.chunked_prefill_size
     session.prefix_cache = settings.radix_cache
+    session.media_token = model_config.media_token if settings.multimodal else None
     session.draft_ids = layers.draft_ids(boundaries)
     chunk = settings.chunked_prefill_size
     capture = WritingCapture(
@@ -112,6 +113,7 @@ def _attach(
         mine,
         session=session,
         served_name=settings.served_name,
+        media_token=session.media_token,
         device=next(model.parameters()).device,
         staging_rows=chunk if chunk > 0 else settings.max_prefill_tokens,
         norm=decoder.norm if any(column.final for column in mine) else None,

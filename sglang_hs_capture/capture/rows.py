@@ -3,7 +3,7 @@
 import torch
 
 from sglang_hs_capture.compat import PrefillBatch
-from sglang_hs_capture.writing.plan import KeptRequest, RowPlan
+from sglang_hs_capture.writing.plan import ImageSpan, KeptRequest, RowPlan
 
 
 def plan_rows(batch: PrefillBatch, rid_prefix: str) -> RowPlan | None:
@@ -13,7 +13,8 @@ def plan_rows(batch: PrefillBatch, rid_prefix: str) -> RowPlan | None:
     for index, rid in enumerate(batch.rids):
         length = int(batch.seq_lens[index])
         if rid.startswith(rid_prefix) and length > 0:
-            requests.append(KeptRequest(rid, index, int(batch.prefix_lens[index]), length, source, target))
+            images = tuple(ImageSpan(*span) for span in batch.images(index))
+            requests.append(KeptRequest(rid, index, int(batch.prefix_lens[index]), length, source, target, images))
             target += length
         source += length
     return RowPlan(tuple(requests), target) if requests else None

@@ -108,6 +108,7 @@ class WritingCapture(Capture):
         device: torch.device,
         staging_rows: int,
         norm: torch.nn.Module | None,
+        media_token: int | None = None,
     ) -> None:
         """Allocate the buffers and start the writing process, which opens the dataset.
 
@@ -121,6 +122,7 @@ class WritingCapture(Capture):
             device: where states come from.
             staging_rows: rows of the largest forward that is expected.
             norm: the final norm, whose weight is stored beside the dataset; None where another stage has it.
+            media_token: what stands for an image in a prompt as it is sent; None where images are not taken.
 
         Raises:
             StoreError: the dataset cannot be written, or is of another model or other settings.
@@ -151,6 +153,7 @@ class WritingCapture(Capture):
             [column.name for column in columns],
             list(compat.REFUSED_PROMPT),
             served_name,
+            media_token,
         )
         self._writer = Writer(memory, setup, self._writer_ended)
 

@@ -69,6 +69,10 @@ def describe(directory: Path, index: DatasetIndex) -> dict[str, Any]:
         "sglang_version": info.sglang_version,
         "samples": len(index.samples),
         "tokens": tokens,
+        "images": {
+            "samples": sum(sample.media is not None for sample in index.samples),
+            "tokens": sum(sample.media.positions for sample in index.samples if sample.media),
+        },
         "rows": rows,
         "rows_without_sample": rows - used,
         # The share of the samples' tokens whose row was there; in compute, less what was computed in vain.
@@ -144,13 +148,16 @@ def lines(account: dict[str, Any]) -> list[str]:
     model, requests, shards = account["model"], account["requests"], account["shards"]
     share = account["rows_without_sample"] / account["rows"] if account["rows"] else 0.0
     scales = " with a scale for each row and state" if account["dtype"] == FLOAT8 else ""
+    images = ""
+    if account["images"]["samples"]:
+        images = f", {account['images']['samples']:,} with images ({account['images']['tokens']:,} of the tokens)"
     shown = [
         f"Dataset      {account['path']}",
         f"Model        {model['path']} ({model['architecture']})",
         f"             {model['num_layers']} layers of {model['hidden_size']} elements",
         f"Captured by  SGLang {account['sglang_version']}, from {account['created_at']}",
         f"States       {', '.join(account['columns'])}, {account['dtype']}{scales}",
-        f"Samples      {account['samples']:,} ({account['tokens']:,} tokens)",
+        f"Samples      {account['samples']:,} ({account['tokens']:,} tokens){images}",
         f"Rows         {account['rows']:,} ({account['bytes'] / GB:.3f} GB), {share:.1%} of them in no sample",
         f"Reused       {account['reused']['compute']:.1%} of the samples' tokens in compute, "
         f"{account['reused']['disk']:.1%} on disk: their prefix was there from another sample",

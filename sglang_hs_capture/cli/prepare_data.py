@@ -65,7 +65,7 @@ def prepare_data(
         shuffle_seed=shuffle_seed,
         workers=workers or default_workers(share=1),
     )
-    preparer = source.preparer()
+    preparer = source.preparer(config.media_token if config else None)
     items = source.samples(
         max_length=config.context_length if config else None,
         vocab_size=config.vocab_size if config else None,

@@ -72,9 +72,11 @@ class SecondCapture:
         from sglang_hs_capture.verify.recapture import bound_of, compare
 
         first = HiddenStateDataset(dataset)
-        if not len(first):
-            raise InputError(f"{dataset}: the dataset has no sample to capture again")
-        chosen = sorted(random.Random(seed).sample(range(len(first)), min(prompts, len(first))))
+        # A dataset does not hold the images themselves.
+        candidates = [index for index, sample in enumerate(first.samples) if sample.media is None]
+        if not candidates:
+            raise InputError(f"{dataset}: the dataset has no sample without images to capture again")
+        chosen = sorted(random.Random(seed).sample(candidates, min(prompts, len(candidates))))
         with tempfile.TemporaryDirectory(prefix="hs-capture-verify-") as folder:
             rows = Path(folder) / "prompts.jsonl"
             with rows.open("w", encoding="utf-8") as file:

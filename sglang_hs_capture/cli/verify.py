@@ -15,7 +15,7 @@ from sglang_hs_capture.cli.second_capture import SecondCapture, require_same_mod
 from sglang_hs_capture.driver.check import find_model
 from sglang_hs_capture.driver.device import Device, use_cpu
 from sglang_hs_capture.driver.summary import GB
-from sglang_hs_capture.errors import ConfigError, CorruptionError
+from sglang_hs_capture.errors import ConfigError, CorruptionError, InputError
 from sglang_hs_capture.store.known_answers import KNOWN_ANSWERS_FILE
 from sglang_hs_capture.verify.check import CheckResult, CheckSettings, check_dataset
 from sglang_hs_capture.verify.findings import KINDS, Finding, Findings, Severity
@@ -159,8 +159,11 @@ def _compare_with_transformers(directory: Path, model: str, prompts: int, dtype:
     from sglang_hs_capture.verify.recapture import bound_of, compare, spread
 
     captured = HiddenStateDataset(directory)
-    chosen = spread(len(captured), prompts)
-    pairs = [(index, index) for index in chosen]
+    # A dataset does not hold the images themselves.
+    without_images = [index for index, sample in enumerate(captured.samples) if sample.media is None]
+    if not without_images:
+        raise InputError(f"{directory}: the dataset has no sample without images to compare")
+    pairs = [(without_images[place],) * 2 for place in spread(len(without_images), prompts)]
     return compare(captured, ReferenceSamples(captured, model), pairs, bound_of(captured.info.dtype, dtype.value))
 
 

@@ -9,6 +9,8 @@ Four forms are told apart row by row, so one file may mix them. The first of the
 - ``conversations``: ShareGPT's form, with ``tools`` and ``system`` beside it;
 - ``prompt``, with ``response`` or ``completion``: texts or lists of messages, with what the two above have beside them.
 
+Each may have images, in the messages or in a list of its own, ``images``; see ``data/media.py``.
+
 A row's ``id`` may be a string or a whole number. A row without one is named by its content (``sha256-`` and 32 hex
 digits), not by its line: a shuffled, filtered or split file then gives the same ids, and a capture goes on where it
 stopped; and so does a table of the same rows, since null fields do not count. When the same content comes again without
@@ -16,17 +18,21 @@ an id, the second is given the suffix ``-2``, the third ``-3``; which of them is
 same.
 """
 
+import base64
 import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sglang_hs_capture.data.files import Row, find_files, read_rows
+from sglang_hs_capture.data.images import load_images
 from sglang_hs_capture.data.lines import LINE_LIMIT
+from sglang_hs_capture.data.media import IMAGE_KEYS, OTHER_MEDIA_KEYS, place_images, row_images
 from sglang_hs_capture.data.messages import parse_messages, parse_prompt, parse_sharegpt, parse_tools
 from sglang_hs_capture.data.records import (
     BadRow,
@@ -37,6 +43,7 @@ from sglang_hs_capture.data.records import (
     Record,
     Sample,
     TokenIds,
+    folder_of,
 )
 from sglang_hs_capture.data.shuffle import shuffled_rows
 from sglang_hs_capture.store.schema import rle_decode
@@ -49,13 +56,12 @@ _MASK_VALUES = dict.fromkeys(_MASK_KEYS, "0 and 1") | {"loss_mask_rle": "lengths
 _ANSWER_KEYS = ("response", "completion")
 # The forms by the key that decides, each with what else of a row is its content.
 _FORMS = {
-    "input_ids": _MASK_KEYS,
-    "messages": ("tools", "chat_template_kwargs"),
-    "conversations": ("tools", "system", "chat_template_kwargs"),
-    "prompt": (*_ANSWER_KEYS, "tools", "system", "chat_template_kwargs"),
+    "input_ids": (*_MASK_KEYS, *IMAGE_KEYS),
+    "messages": ("tools", "chat_template_kwargs", *IMAGE_KEYS),
+    "conversations": ("tools", "system", "chat_template_kwargs", *IMAGE_KEYS),
+    "prompt": (*_ANSWER_KEYS, "tools", "system", "chat_template_kwargs", *IMAGE_KEYS),
 }
-_MEDIA_KEYS = ("images", "image", "videos", "audios")
-_COLUMNS = frozenset({"id", *_FORMS, *_MEDIA_KEYS}.union(*_FORMS.values()))
+_COLUMNS = frozenset({"id", *_FORMS, *OTHER_MEDIA_KEYS}.union(*_FORMS.values()))
 # What a row may not pass to the template, because it belongs to the call itself.
 _RESERVED_KWARGS = frozenset(
     {
@@ -158,13 +164,20 @@ class _ContentNames:
         form = _form_of(row)
         content = _without_nulls({key: row.get(key) for key in (form, *_FORMS[form])})
         try:
-            canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+            canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), default=_in_base64)
         except TypeError as error:
             raise BadRow(f"the row holds a value of a type that JSON does not have: {error}") from None
         digest = hashlib.sha256(canonical.encode("ascii")).digest()[:16]
         self._seen[digest] += 1
         count = self._seen[digest]
         return f"sha256-{digest.hex()}" + (f"-{count}" if count > 1 else "")
+
+
+def _in_base64(value: Any) -> str:
+    """An image's bytes in a table, as a line of JSON has them."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode("ascii")
+    raise TypeError(type(value).__name__)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -177,9 +190,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _renamed(record: Record, sample_id: str) -> Record:
-    if isinstance(record, Sample):
-        return Sample(sample_id, record.source, record.input_ids, record.loss_mask)
-    return Conversation(sample_id, record.source, record.messages, record.tools, record.template_kwargs)
+    return replace(record, id=sample_id)
 
 
 def _parse_line(line: bytes, number: int) -> dict[str, Any]:
@@ -225,14 +236,16 @@ def _form_of(row: dict[str, Any]) -> str:
 
 def _parse_row(row: dict[str, Any], sample_id: str, source: str) -> Record:
     form = _form_of(row)
+    media = [key for key in OTHER_MEDIA_KEYS if row.get(key)]
+    if media:
+        raise BadRow(f"{media[0]}: only images are supported, no other media")
     if form == "input_ids":
         input_ids = _token_ids(row["input_ids"])
-        return Sample(sample_id, source, input_ids, _mask_of(row, len(input_ids)))
-    media = [key for key in _MEDIA_KEYS if row.get(key)]
-    if media:
-        raise BadRow(f"{media[0]}: images and other media are not supported yet, only text")
+        images = load_images(row_images(row), folder_of(source))
+        return Sample(sample_id, source, input_ids, _mask_of(row, len(input_ids)), images)
+    messages = place_images(_messages_of(row, form), row)
     kwargs = check_template_kwargs(row.get("chat_template_kwargs"))
-    return Conversation(sample_id, source, _messages_of(row, form), parse_tools(row.get("tools")), kwargs)
+    return Conversation(sample_id, source, messages, parse_tools(row.get("tools")), kwargs)
 
 
 def _messages_of(row: dict[str, Any], form: str) -> list[Message]:

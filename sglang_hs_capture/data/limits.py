@@ -23,8 +23,7 @@ def last_run(mask: LossMask) -> LossMask:
 def fitted(sample: Sample, preparation: Preparation) -> Prepared:
     """The sample, cut where it is too long; or why it is left out."""
     length, limit = len(sample.input_ids), preparation.max_length
-    keep = preparation.keep_untrained
-    if not keep and not sample.loss_mask.any():
+    if not preparation.keep_untrained and not sample.loss_mask.any():
         return Excluded(sample.source, Exclusion.NO_LOSS, sample.id)
     if limit is None or length <= limit:
         return sample
@@ -33,7 +32,15 @@ def fitted(sample: Sample, preparation: Preparation) -> Prepared:
     if preparation.overflow is Overflow.BAD_INPUT:
         reason = f"prompt of {length} tokens is longer than --max-length, {limit}"
         return InputProblem(sample.source, reason, sample.id)
+    return _cut(sample, limit, preparation)
+
+
+def _cut(sample: Sample, limit: int, preparation: Preparation) -> Prepared:
+    length = len(sample.input_ids)
     kept = slice(limit) if preparation.overflow is Overflow.TRUNCATE_RIGHT else slice(length - limit, None)
-    if not keep and not sample.loss_mask[kept].any():
+    # What is left of a conversation without an image that it speaks of is another conversation.
+    if np.count_nonzero(sample.input_ids[kept] == sample.media_token) < len(sample.images):
+        return Excluded(sample.source, Exclusion.IMAGE_CUT_OFF, sample.id)
+    if not preparation.keep_untrained and not sample.loss_mask[kept].any():
         return Excluded(sample.source, Exclusion.LOSS_CUT_OFF, sample.id)
     return replace(sample, input_ids=sample.input_ids[kept], loss_mask=sample.loss_mask[kept], cut=length - limit)

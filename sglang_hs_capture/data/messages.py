@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from sglang_hs_capture.data.media import IMAGE_TYPES, image_part
 from sglang_hs_capture.data.records import BadRow, Message
 from sglang_hs_capture.text import shown
 
@@ -27,6 +28,8 @@ _SHAREGPT_ROLES = {
 
 def parse_messages(raw: Any, key: str = "messages") -> list[Message]:
     """Check a list of OpenAI messages; text parts are joined, absent content of a tool call becomes the empty string.
+
+    A content with images stays a list of parts, of the types ``text`` and ``image``, see ``data/media.py``.
 
     Raises:
         BadRow: naming the message and what is wrong with it.
@@ -158,7 +161,7 @@ def _parse_message(raw: Any, where: str) -> Message:
         if not isinstance(message.get(key, ""), str):
             raise BadRow(f"{where}: {key}: expected a string; got {type(message[key]).__name__}")
     if "content" in message:
-        message["content"] = _text(message["content"], where)
+        message["content"] = _content(message["content"], where)
     elif calls:
         message["content"] = ""
     else:
@@ -166,22 +169,27 @@ def _parse_message(raw: Any, where: str) -> Message:
     return message
 
 
-def _text(content: Any, where: str) -> str:
+def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise BadRow(f"{where}: content: expected a string or a list of text parts; got {type(content).__name__}")
-    return "".join(_part_text(part, f"{where}: content[{index}]") for index, part in enumerate(content))
+    parts = [_part(part, f"{where}: content[{index}]") for index, part in enumerate(content)]
+    if all(isinstance(part, str) for part in parts):
+        return "".join(part for part in parts if isinstance(part, str))
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
 
 
-def _part_text(part: Any, where: str) -> str:
+def _part(part: Any, where: str) -> str | dict[str, Any]:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
         raise BadRow(f"{where}: expected a text part; got {shown(part)}")
+    if kind in IMAGE_TYPES:
+        return image_part(part, where)
     if kind != "text":
-        raise BadRow(f"{where}: parts of type {shown(kind)} are not supported yet, only text")
+        raise BadRow(f"{where}: parts of type {shown(kind)} are not supported, only text and images")
     if not isinstance(part.get("text"), str):
         raise BadRow(f"{where}: text: expected a string; got {type(part.get('text')).__name__}")
     return str(part["text"])

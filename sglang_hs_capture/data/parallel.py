@@ -12,6 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache
 from multiprocessing import get_context, parent_process
 
+from sglang_hs_capture.data.media import media_parts
 from sglang_hs_capture.data.preparation import Preparation
 from sglang_hs_capture.data.records import Conversation, InputProblem, Prepared, Record, Sample
 from sglang_hs_capture.data.samples import SamplePreparer
@@ -44,6 +45,7 @@ class PooledPreparer(SamplePreparer):
         workers: int = 1,
         start_after_s: float = START_AFTER_S,
         preparation: Preparation | None = None,
+        media_token: int | None = None,
     ) -> None:
         """
         Args:
@@ -51,9 +53,9 @@ class PooledPreparer(SamplePreparer):
             workers: the most processes; 1 for this one alone.
             start_after_s: seconds of tokenising after which they are started. Until the first is ready, this process
                 goes on by itself.
-            preparation: what ``load`` makes its preparer with, for rows tokenised before.
+            preparation, media_token: what ``load`` makes its preparer with, for rows tokenised before.
         """
-        super().__init__(preparation=preparation)
+        super().__init__(preparation=preparation, media_token=media_token)
         self._load, self._workers, self._start_after_s = load, workers, start_after_s
         self._loaded: SamplePreparer | None = None
 
@@ -183,7 +185,8 @@ def _batches(records: Iterable[Record | InputProblem]) -> Iterator[Batch]:
 
 
 def _characters(conversation: Conversation) -> int:
-    values = (value for message in conversation.messages for value in message.values())
+    parts = [part for message in conversation.messages for part in media_parts(message)]
+    values = (value for message in [*conversation.messages, *parts] for value in message.values())
     return sum(len(value) for value in values if isinstance(value, str))
 
 

@@ -8,6 +8,7 @@ found one by one (``turns.py``), and those that the whole conversation shows oth
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sglang_hs_capture.data.media import last_text
 from sglang_hs_capture.data.preparation import LossOn, Preparation, SplitTurns
 from sglang_hs_capture.data.records import BadRow, Conversation, Message
 from sglang_hs_capture.data.template import ChatTemplate, Span
@@ -28,11 +29,13 @@ class Passage:
         text: what is tokenised.
         spans: what of it is trained on, in characters.
         turn: the number of the last turn trained on, counted over the assistant's turns from 1; 0 if there is none.
+        messages: how many of the conversation's messages it shows, from the first on.
     """
 
     text: str
     spans: list[Span]
     turn: int
+    messages: int
 
 
 def find_passages(template: ChatTemplate, conversation: Conversation, preparation: Preparation) -> list[Passage]:
@@ -49,27 +52,28 @@ def find_passages(template: ChatTemplate, conversation: Conversation, preparatio
     whole = template.render(conversation)
     turns = find_turns(template, conversation, as_served=split is not SplitTurns.NEVER, last_only=last_only)
     if split is SplitTurns.ALWAYS and len(turns) > 1:
-        return [_passage(turn.text, [turn]) for turn in turns]
-    passages = _grouped(turns, whole)
+        return [_passage(turn.text, [turn], turn.index + 1) for turn in turns]
+    passages = _grouped(turns, whole, len(conversation.messages))
     if split is SplitTurns.NEVER and passages[0].text != whole:
         index = next(turn.index for turn in turns if not whole.startswith(turn.text))
         raise BadRow(_REWRITES.format(index=index))
     return passages
 
 
-def _grouped(turns: Sequence[Turn], whole: str) -> list[Passage]:
+def _grouped(turns: Sequence[Turn], whole: str, messages: int) -> list[Passage]:
     """As few texts as there can be: each turn is trained on in the last text that begins with it."""
     texts = [*(turn.text for turn in turns), whole]
+    ends = [*(turn.index + 1 for turn in turns), messages]
     groups: dict[int, list[Turn]] = {}
     for turn in turns:
         last = next(place for place in reversed(range(len(texts))) if texts[place].startswith(turn.text))
         groups.setdefault(last, []).append(turn)
-    found = [_passage(texts[place], group) for place, group in sorted(groups.items())]
-    return found or [Passage(whole, [], 0)]
+    found = [_passage(texts[place], group, ends[place]) for place, group in sorted(groups.items())]
+    return found or [Passage(whole, [], 0, messages)]
 
 
-def _passage(text: str, turns: Sequence[Turn]) -> Passage:
-    return Passage(text, [(turn.start, len(turn.text)) for turn in turns], turns[-1].number)
+def _passage(text: str, turns: Sequence[Turn], messages: int) -> Passage:
+    return Passage(text, [(turn.start, len(turn.text)) for turn in turns], turns[-1].number, messages)
 
 
 def _marked(template: ChatTemplate, conversation: Conversation, split: SplitTurns, last_only: bool) -> Passage | None:
@@ -87,7 +91,7 @@ def _marked(template: ChatTemplate, conversation: Conversation, split: SplitTurn
     trained = [text[start:end] for start, end in spans]
     for index in indices[-1 if last_only else 0 :]:
         check_tool_calls(conversation.messages[index], index, trained)
-    return Passage(text, spans, len(indices))
+    return Passage(text, spans, len(indices), len(conversation.messages))
 
 
 def _is_stable(template: ChatTemplate, conversation: Conversation, indices: Sequence[int], text: str) -> bool:
@@ -103,5 +107,5 @@ def _plausible(text: str, spans: Sequence[Span], messages: Sequence[Message]) ->
         return False
     if len(spans) != len(contents):
         return all(0 <= start <= end <= len(text) for start, end in spans)
-    tails = [content.strip()[-_TAIL_CHARACTERS:] for content in contents]
+    tails = [last_text(content).strip()[-_TAIL_CHARACTERS:] for content in contents]
     return all(tail in text[start:end] for tail, (start, end) in zip(tails, spans, strict=True))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sglang_hs_capture.data.media import references
 from sglang_hs_capture.data.records import BadRow, Conversation, InputProblem, Record, Sample, TokenIds
 from sglang_hs_capture.data.samples import problem_of
 from sglang_hs_capture.data.template import ChatTemplate
@@ -50,6 +51,8 @@ def iter_prompts(
             yield record
             continue
         try:
+            if record.images if isinstance(record, Sample) else references(record.messages):
+                raise BadRow("it has images, and prompts are answered anew only from text; capture it as it is")
             if isinstance(record, Sample):
                 prompts = prompts_of_sample(record, last_only=last_only)
             else:

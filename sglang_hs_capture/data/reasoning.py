@@ -20,12 +20,13 @@ def reasons(message: Message) -> bool:
     """Whether a message has reasoning that is not blank."""
     if message.get("reasoning_content", "").strip():
         return True
-    return bool(message["content"].partition(CLOSE)[0].removeprefix(OPEN).strip()) and CLOSE in message["content"]
+    content = _text(message)
+    return bool(content.partition(CLOSE)[0].removeprefix(OPEN).strip()) and CLOSE in content
 
 
 def lifted(message: Message) -> Message:
     """The message with reasoning that opens its content moved to ``reasoning_content``."""
-    written = _WRITTEN.fullmatch(message["content"])
+    written = _WRITTEN.fullmatch(_text(message))
     if written is None or message.get("reasoning_content", "").strip():
         return message
     return {**message, "reasoning_content": written.group(1), "content": written.group(2)}
@@ -45,7 +46,7 @@ def probed(message: Message) -> tuple[Message, str]:
     """The message with other reasoning, and the text by which that is found in what is rendered."""
     if message.get("reasoning_content", "").strip():
         return {**message, "reasoning_content": _PROBE}, _PROBE
-    answer = message["content"].partition(CLOSE)[2]
+    answer = _text(message).partition(CLOSE)[2]
     return {**message, "content": f"{OPEN}{_PROBE}{CLOSE}{answer}"}, _PROBE
 
 
@@ -71,6 +72,12 @@ def with_reasoning(message: Message, opening: str, answer: str | None, body: str
     return None
 
 
+def _text(message: Message) -> str:
+    """The content in which reasoning may be written out; empty for one with images."""
+    content = message["content"]
+    return content if isinstance(content, str) else ""
+
+
 def _reasoning(message: Message) -> str:
     return str(lifted(message).get("reasoning_content", ""))
 
@@ -81,7 +88,7 @@ def _before(message: Message, space: str, body: str) -> str | None:
         # Models whose prompt breaks the line after the tag do so before and after the closing one too.
         closing = f"\n{CLOSE}\n\n" if "\n" in space else CLOSE
         return str(message["reasoning_content"]).strip("\n" if space else "") + closing + body
-    content = message["content"]
+    content = _text(message)
     for found in re.finditer(CLOSE, content):
         answer = content[found.end() :]
         if body.lstrip().startswith(answer.strip()):

@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from sglang_hs_capture.data.images import Image
 
 Message = dict[str, Any]
 TokenIds = npt.NDArray[np.int64]
@@ -19,8 +23,8 @@ class Conversation:
     Attributes:
         id: the sample's id, from the file or derived from the content.
         source: ``file:line``.
-        messages: ``role``, ``content`` (always a string), and ``reasoning_content``, ``tool_calls``, ``tool_call_id``,
-            ``name`` and whatever else the file gives.
+        messages: ``role``, ``content`` (a string, or parts as in ``data/media.py`` where it has images), and
+            ``reasoning_content``, ``tool_calls``, ``tool_call_id``, ``name`` and whatever else the file gives.
         tools: tool declarations in OpenAI's form, or None.
         template_kwargs: the row's own ``chat_template_kwargs``.
     """
@@ -41,6 +45,8 @@ class Sample:
         source: ``file:line``, or ``file:row`` for a table.
         input_ids: int64 ``[S]``, S at least 1.
         loss_mask: uint8 ``[S]``; 1 for tokens that are trained on.
+        images: those that the placeholders among ``input_ids``, one each, stand for.
+        media_token: the placeholder; None without images.
         cut: number of tokens that were cut off to make it no longer than ``--max-length``.
     """
 
@@ -48,6 +54,8 @@ class Sample:
     source: str
     input_ids: TokenIds
     loss_mask: LossMask
+    images: "tuple[Image, ...]" = ()
+    media_token: int | None = None
     cut: int = 0
 
 
@@ -69,6 +77,7 @@ class Exclusion(StrEnum):
     TOO_LONG = "too-long"
     NO_LOSS = "no-loss"
     LOSS_CUT_OFF = "loss-cut-off"
+    IMAGE_CUT_OFF = "image-cut-off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +94,11 @@ Prepared = Sample | InputProblem | Excluded
 
 # A row that was tokenised before needs nothing more than the limits of its length, so it is a sample already.
 Record = Conversation | Sample
+
+
+def folder_of(source: str) -> Path:
+    """The folder of the file that a row came from: what relative paths in it are relative to."""
+    return Path(source.rpartition(":")[0]).parent
 
 
 class BadRow(Exception):  # noqa: N818 - never leaves this package: it always ends as an InputProblem

@@ -9,11 +9,23 @@ from typing import Any
 import numpy as np
 
 from sglang_hs_capture.data.conversations import MAX_ID_CHARACTERS, check_template_kwargs, iter_records
+from sglang_hs_capture.data.images import load_images
 from sglang_hs_capture.data.limits import fitted, last_run
 from sglang_hs_capture.data.loss_mask import tokenize
+from sglang_hs_capture.data.media import references
 from sglang_hs_capture.data.passages import find_passages
+from sglang_hs_capture.data.placeholders import check_placeholders
 from sglang_hs_capture.data.preparation import LossOn, Preparation
-from sglang_hs_capture.data.records import BadRow, Conversation, InputProblem, Prepared, Record, Sample, TokenIds
+from sglang_hs_capture.data.records import (
+    BadRow,
+    Conversation,
+    InputProblem,
+    Prepared,
+    Record,
+    Sample,
+    TokenIds,
+    folder_of,
+)
 from sglang_hs_capture.data.template import ChatTemplate
 from sglang_hs_capture.errors import InputError
 from sglang_hs_capture.text import shown
@@ -28,6 +40,7 @@ class SamplePreparer:
         preparation: Preparation | None = None,
         *,
         stop_ids: Iterable[int] = (),
+        media_token: int | None = None,
     ) -> None:
         """
         Args:
@@ -35,6 +48,7 @@ class SamplePreparer:
             preparation: how conversations become samples; the defaults if None.
             stop_ids: token ids that end an assistant's turn, besides those the tokenizer and its template show
                 (``read_stop_ids``).
+            media_token: what stands for an image in a prompt; None for a model that takes none.
 
         Raises:
             InputError: its ``template_kwargs`` name an argument that is not the template's.
@@ -46,6 +60,7 @@ class SamplePreparer:
             raise InputError(str(error)) from None
         self._tokenizer = tokenizer
         self._more_stop_ids = frozenset(stop_ids)
+        self._media_token = media_token
         self._template: ChatTemplate | None = None
 
     @property
@@ -54,19 +69,15 @@ class SamplePreparer:
         return self._tokenizer
 
     def prepare(self, record: Record) -> list[Prepared]:
-        """Tokenise one record, and bring it to the length and the loss that are asked for.
+        """Tokenise one record, read its images, and bring it to the length and the loss that are asked for.
 
         Raises:
             InputError: the record is a conversation, and there is no tokenizer or it has no chat template, so that no
                 conversation at all can be prepared.
         """
-        if isinstance(record, Sample):
-            last = self._preparation.loss_on is LossOn.LAST
-            return [
-                fitted(replace(record, loss_mask=last_run(record.loss_mask)) if last else record, self._preparation)
-            ]
         try:
-            return [fitted(sample, self._preparation) for sample in self._tokenised(record)]
+            samples = [self._with_loss(record)] if isinstance(record, Sample) else self._tokenised(record)
+            return [fitted(check_placeholders(sample, self._media_token), self._preparation) for sample in samples]
         except BadRow as problem:
             return [InputProblem(record.source, str(problem), record.id)]
 
@@ -81,14 +92,22 @@ class SamplePreparer:
         for record in records:
             yield record, [record] if isinstance(record, InputProblem) else self.prepare(record)
 
+    def _with_loss(self, sample: Sample) -> Sample:
+        """A row tokenised before, with its loss on the last turn alone if that is asked for."""
+        if self._preparation.loss_on is LossOn.LAST:
+            return replace(sample, loss_mask=last_run(sample.loss_mask))
+        return sample
+
     def _tokenised(self, record: Conversation) -> list[Sample]:
         template = self.template_for(record.source)
+        images = load_images(references(record.messages), folder_of(record.source))
         passages = find_passages(template, record, self._preparation)
         samples = []
         for passage in passages:
             input_ids, mask = tokenize(template, passage.text, passage.spans, template.stop_ids | self._more_stop_ids)
             sample_id = record.id if len(passages) == 1 else _turn_id(record.id, passage.turn)
-            samples.append(Sample(sample_id, record.source, input_ids, mask))
+            shown_images = images[: len(references(record.messages[: passage.messages]))]
+            samples.append(Sample(sample_id, record.source, input_ids, mask, shown_images))
         return samples
 
     def template_for(self, source: str) -> ChatTemplate:

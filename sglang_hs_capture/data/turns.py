@@ -9,6 +9,7 @@ from the prompt that a server would have sent and the turn as far as the templat
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sglang_hs_capture.data.media import first_text, last_text
 from sglang_hs_capture.data.reasoning import closes_reasoning, probed, reasons, with_reasoning, without_reasoning
 from sglang_hs_capture.data.records import BadRow, Conversation, Message
 from sglang_hs_capture.data.template import ChatTemplate
@@ -113,7 +114,7 @@ def _looks_like(
     opening: str,
 ) -> bool:
     """Whether a turn without the prompt's header only seems to have it, as its content begins with the same text."""
-    if not message["content"].lstrip().startswith(opening.strip()):
+    if not first_text(message["content"]).lstrip().startswith(opening.strip()):
         return False
     other = {**message, "content": "A"}
     return not template.render(conversation, [*before, other]).startswith(prompt)
@@ -130,7 +131,7 @@ def _words_start(
 
 def _end_of(prompt: str, before: Sequence[Message]) -> str:
     """How a prompt ends that has no header for an answer: with the last message, or the end of it if it is long."""
-    said = before[-1]["content"].strip() if before else ""
+    said = last_text(before[-1]["content"]).strip() if before else ""
     return prompt[max(prompt.rfind(said), len(prompt) - _ANCHOR_CHARACTERS) :] if said else ""
 
 

@@ -102,13 +102,20 @@ class ServerClient:
         await self._session.close()
 
     async def prefill(
-        self, rid: str, input_ids: Sequence[int], *, bypass_cache: bool = False, predict_from: int | None = None
+        self,
+        rid: str,
+        input_ids: Sequence[int],
+        *,
+        images: Sequence[str] = (),
+        bypass_cache: bool = False,
+        predict_from: int | None = None,
     ) -> Prediction | None:
         """Send one prompt and wait for the server's reply; a server whose queue is full is asked again.
 
         Args:
             rid: the request's id.
             input_ids: the prompt's tokens.
+            images: for each placeholder among them, in order, an image as a ``data:`` URI or a URL.
             bypass_cache: compute the whole prompt, whatever the prefix cache holds.
             predict_from: the position from which on predictions are wanted; SGLang computes the prompt anew from there.
 
@@ -121,6 +128,8 @@ class ServerClient:
             ConnectionError: the server cannot be reached, or the connection broke.
         """
         body: dict[str, Any] = {"rid": rid, "input_ids": list(input_ids), "sampling_params": PREFILL_ONLY}
+        if images:
+            body["image_data"] = list(images)
         if bypass_cache:
             # A key that no other request has: SGLang keeps a prefix tree of its own for each.
             body["extra_key"] = rid
@@ -128,7 +137,8 @@ class ServerClient:
             body |= {"return_logprob": True, "logprob_start_len": predict_from, "top_logprobs_num": 1}
         _, meta = await self._answered(body)
         seen = meta.get("prompt_tokens", len(input_ids))
-        if seen != len(input_ids):
+        # How many positions an image takes is the server's to say.
+        if seen < len(input_ids) or (seen > len(input_ids) and not images):
             raise RetryableError(f"the server computed {seen} of the prompt's {len(input_ids)} tokens")
         return None if predict_from is None else _prediction(meta, len(input_ids) - 1 - predict_from)
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from sglang_hs_capture.data.records import BadRow
 from sglang_hs_capture.driver.client import Prediction, RefusedError, RetryableError, ServerClient
 from sglang_hs_capture.driver.feed import Job
 from sglang_hs_capture.driver.known_answers import AnswerBook, Question
@@ -75,25 +76,26 @@ class Delivery:
         self._reconnecting = asyncio.Lock()
         self.resent = 0
 
-    def offer(self, record: SampleRecord | FailureRecord) -> RequestRecord | None:
+    def offer(self, record: SampleRecord | FailureRecord) -> tuple[RequestRecord, int] | None:
         """Take one record of a journal; those of other requests are passed over.
 
-        A sample counts as acknowledged only if its length and its hash are the prompt's own; a late acknowledgement of
-        an earlier attempt is as good as one of the latest. Of failures only the latest attempt's counts.
+        A sample counts as acknowledged only if it is the one asked for, by its length and its hash; a late
+        acknowledgement of an earlier attempt is as good as one of the latest. Of failures only the latest attempt's
+        counts.
 
         Returns:
-            The ledger's record of the sample if this very record acknowledges it.
+            If this very record acknowledges a sample, what the ledger says of it, and the number of its tokens, those
+            of its images included.
         """
         parsed = parse_rid(record.rid)
         pending = self._pending.get(parsed.key) if parsed and parsed.prefix == self._rid_prefix else None
         if pending is None:
             return None
         if isinstance(record, SampleRecord):
-            if (record.length, record.end_hash) == (pending.record.length, pending.record.end_hash):
-                return pending.record if pending.settle("") else None
+            if pending.record.is_met_by(record.length, record.end_hash, record.media):
+                return (pending.record, record.length) if pending.settle("") else None
             if record.rid == pending.rid:
-                sent = pending.record.length
-                pending.settle(f"the states stored are those of other tokens ({record.length} of them, {sent} sent)")
+                pending.settle(_other_tokens(pending.record, record))
         elif record.rid == pending.rid:
             pending.settle(f"{record.reason}: {record.detail}")
         return None
@@ -156,9 +158,10 @@ class Delivery:
     ) -> str:
         """One attempt: "" when the sample is acknowledged, the reason when it is not."""
         input_ids = job.input_ids.tolist()
+        images = await asyncio.to_thread(_payloads, job) if job.images else []
 
         async def send(client: ServerClient) -> str:
-            await self._prefill(client, pending, input_ids, question, bypass_cache)
+            await self._prefill(client, pending, input_ids, images, question, bypass_cache)
             if computed is not None:
                 computed.set()
             try:
@@ -167,7 +170,7 @@ class Delivery:
                 return f"no acknowledgement within {self._settings.ack_timeout_s:g} s of the server's reply"
 
         try:
-            return await self._pool.serve(input_ids, send)
+            return await self._pool.serve(job.routing_ids, send)
         except (RefusedError, RetryableError, ConnectionError) as error:
             if pending.acknowledged:
                 return ""  # the reply was lost, the states were not
@@ -184,6 +187,7 @@ class Delivery:
         client: ServerClient,
         pending: _Pending,
         input_ids: list[int],
+        images: list[str],
         question: Question | None,
         bypass_cache: bool,
     ) -> None:
@@ -194,7 +198,7 @@ class Delivery:
                 if pending.answer is None:
                     self._answers.ask_no_more()
                 return
-        await client.prefill(pending.rid, input_ids, bypass_cache=bypass_cache)
+        await client.prefill(pending.rid, input_ids, images=images, bypass_cache=bypass_cache)
         if question is not None:
             self._answers.ask_no_more()  # it was not the prompt that the server refused
 
@@ -215,3 +219,21 @@ async def regain(pool: ServerPool, error: ConnectionError, grace_s: float) -> No
             f"lost the server ({error}) and it did not come back within {grace_s:g} s; all acknowledged samples are "
             "safe, run again to go on"
         )
+
+
+def _payloads(job: Job) -> list[str]:
+    """The images of a sample as they are sent.
+
+    Raises:
+        DroppedError: one of them is not there any more as it was read.
+    """
+    try:
+        return [image.payload() for image in job.images]
+    except BadRow as error:
+        raise DroppedError(str(error)) from None
+
+
+def _other_tokens(asked: RequestRecord, stored: SampleRecord) -> str:
+    if asked.images and stored.media is None:
+        return "the states stored are those of the prompt without its images: the server did not take them"
+    return f"the states stored are those of other tokens ({stored.length} of them, {asked.length} sent)"

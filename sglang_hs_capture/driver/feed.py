@@ -4,9 +4,12 @@ import asyncio
 import time
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
+from sglang_hs_capture.data.images import Image
 from sglang_hs_capture.data.records import Excluded, InputProblem, Prepared, TokenIds
+from sglang_hs_capture.driver.routing import load_of, routing_ids
 from sglang_hs_capture.store.hashing import end_hash
 from sglang_hs_capture.store.requests import RequestLedger, RequestRecord
 from sglang_hs_capture.store.schema import rle_encode, sample_key
@@ -21,13 +24,27 @@ class Job:
 
     Attributes:
         record: what the ledger says of it.
-        input_ids: int64 [S].
+        input_ids: int64 [S]; each image counts as one, its placeholder.
+        images: what stands behind the placeholders, in order.
+        media_token: the placeholder.
         cut: number of tokens that were cut off to make it short enough.
     """
 
     record: RequestRecord
     input_ids: TokenIds
+    images: tuple[Image, ...] = ()
+    media_token: int | None = None
     cut: int = 0
+
+    @cached_property
+    def routing_ids(self) -> TokenIds:
+        """See ``driver/routing.py``."""
+        return routing_ids(self.input_ids, self.images, self.media_token)
+
+    @property
+    def load(self) -> int:
+        """How much it fills the window of what is in flight, in tokens."""
+        return load_of(self.routing_ids, self.images)
 
 
 @dataclass(frozen=True)
@@ -53,23 +70,26 @@ class Judge:
         self._ledger = ledger
         self._captured = captured
         self.server_limit: int | None = None
+        self.takes_images = True
 
     def judge(self, sample: Prepared) -> Verdict:
         """Say what is to be done with one item of ``data.samples.iter_samples``."""
         if isinstance(sample, InputProblem | Excluded):
             return sample
+        names = tuple(image.name for image in sample.images)
         record = RequestRecord(
             id=sample.id,
-            key=sample_key(sample.id),
+            key=sample_key(sample.id, names),
             length=len(sample.input_ids),
             end_hash=end_hash(sample.input_ids),
             loss_mask=tuple(rle_encode(sample.loss_mask)),
             source=sample.source,
+            images=names,
         )
         if sample.id in self._captured:
             return self._judge_captured(record, sample.cut)
-        job = Job(record, sample.input_ids, sample.cut)
-        return self.too_long(job) or job
+        job = Job(record, sample.input_ids, sample.images, sample.media_token, sample.cut)
+        return self.problem(job) or job
 
     def _judge_captured(self, record: RequestRecord, cut: int) -> Verdict:
         known = self._ledger.requests[record.id]
@@ -80,10 +100,21 @@ class Judge:
                 "template, --split-turns or --max-length changed"
             )
             return InputProblem(record.source, reason, record.id)
+        if known.images != record.images:
+            reason = (
+                f"the id {record.id!r} was captured with other images (from {known.source}); give the sample another id"
+            )
+            return InputProblem(record.source, reason, record.id)
         return Done(record if known.loss_mask != record.loss_mask else None, cut)
 
-    def too_long(self, job: Job) -> InputProblem | None:
-        """The problem of a prompt that is longer than the server allows; None if it is not."""
+    def problem(self, job: Job) -> InputProblem | None:
+        """The problem of a prompt that is longer than the server allows, or has images that it does not; else None."""
+        if job.images and not self.takes_images:
+            reason = (
+                "the prompt has images, and the server takes none: start it with --enable-multimodal (after '--'), "
+                "without --language-model-only"
+            )
+            return InputProblem(job.record.source, reason, job.record.id)
         if self.server_limit is None or job.record.length <= self.server_limit:
             return None
         reason = f"prompt of {job.record.length} tokens is longer than the server's longest prompt, {self.server_limit}"

@@ -66,15 +66,16 @@ class Intake:
         self._ledger.fsync()
         return jobs
 
-    def limit_prompts(self, max_tokens: int) -> None:
-        """Set the longest prompt that the server takes."""
+    def limit_prompts(self, max_tokens: int | None, *, takes_images: bool) -> None:
+        """Set what the server takes: the longest prompt, as far as it is known, and whether one may have images."""
         self._judge.server_limit = max_tokens
+        self._judge.takes_images = takes_images
 
     def _accept(self, batch: Sequence[Verdict]) -> list[Job]:
         jobs: list[Job] = []
         for verdict in batch:
             # What was read ahead was judged before the server told its limit.
-            found = self._judge.too_long(verdict) or verdict if isinstance(verdict, Job) else verdict
+            found = self._judge.problem(verdict) or verdict if isinstance(verdict, Job) else verdict
             if isinstance(found, Job):
                 self.summary.asked += 1
                 self.summary.truncated += found.cut > 0
@@ -106,10 +107,10 @@ class Intake:
             self._ending.stop(error, send_accepted=send_accepted)
         self.summary.skipped.append(problem)
 
-    def captured(self, record: RequestRecord) -> None:
-        """Count a sample as captured."""
+    def captured(self, record: RequestRecord, tokens: int) -> None:
+        """Count a sample of so many tokens, those of its images included, as captured."""
         self.summary.captured += 1
-        self.summary.tokens += record.length
+        self.summary.tokens += tokens
         self.summary.zero_masks += all_zero(record.loss_mask)
         self._drops_in_a_row = 0
 

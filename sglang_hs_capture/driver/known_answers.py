@@ -43,7 +43,8 @@ class AnswerBook:
         Raises:
             DiskFullError, StoreError: the answer could not be kept.
         """
-        if self._asked >= self._wanted or record.length < 2:
+        # Positions in the engine's own counting are not those of a prompt with images as it is sent.
+        if self._asked >= self._wanted or record.length < 2 or record.images:
             yield None
             return
         self._asked += 1

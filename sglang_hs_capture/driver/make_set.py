@@ -156,6 +156,9 @@ def make_set(
 
 
 def _problem(sample: Sample) -> InputProblem | None:
+    if sample.images:
+        reason = "it has images, which a tokenised set cannot hold; give the conversation itself to run"
+        return InputProblem(sample.source, reason, sample.id)
     try:
         sample.id.encode("utf-8")
     except UnicodeEncodeError as error:

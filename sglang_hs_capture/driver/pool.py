@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sglang_hs_capture.driver.client import RETRY_PAUSE_S, ServerClient
 from sglang_hs_capture.errors import HsCaptureError
@@ -25,6 +26,7 @@ SLOW_S = 5.0
 
 Say = Callable[[str], None]
 Reply = TypeVar("Reply")
+Ids = Sequence[int] | NDArray[np.int64]
 
 
 class MovedError(Exception):
@@ -155,8 +157,12 @@ class ServerPool:
         server.let_go(server.flights, why)
         await server.client.close()
 
-    async def serve(self, input_ids: Sequence[int], work: Callable[[ServerClient], Awaitable[Reply]]) -> Reply:
+    async def serve(self, ids: Ids, work: Callable[[ServerClient], Awaitable[Reply]]) -> Reply:
         """Choose a server for a prompt and do ``work`` with it, until the prompt is acknowledged or answered.
+
+        Args:
+            ids: the prompt's tokens or, where it has images, its routing ids (``driver/routing.py``).
+            work: sends it to the server chosen.
 
         Returns:
             What ``work`` returned.
@@ -167,13 +173,13 @@ class ServerPool:
             ConnectionError: the one chosen cannot be reached.
             Exception: whatever ``work`` raised.
         """
-        hashes = _block_hashes(input_ids)
+        hashes = _block_hashes(ids)
         server = self._choose(hashes)
         server.remember(hashes)
         task = asyncio.ensure_future(work(server.client))
         flight = _Flight(task)
         server.flights[flight] = None
-        server.tokens += len(input_ids)
+        server.tokens += len(ids)
         try:
             return await task
         except asyncio.CancelledError:
@@ -185,7 +191,7 @@ class ServerPool:
             raise
         finally:
             del server.flights[flight]
-            server.tokens -= len(input_ids)
+            server.tokens -= len(ids)
 
     async def wait_healthy(self, grace_s: float) -> bool:
         """Wait up to ``grace_s`` seconds for one of the servers that capture to be up."""
@@ -318,7 +324,7 @@ async def wait_for_any(clients: Sequence[ServerClient], grace_s: float) -> bool:
         await asyncio.gather(*waits, return_exceptions=True)
 
 
-def _block_hashes(input_ids: Sequence[int]) -> list[int]:
+def _block_hashes(ids: Ids) -> list[int]:
     """The chained hash of the prompt at each multiple of ``BLOCK`` tokens."""
-    ends = prefix_hashes(np.asarray(input_ids, dtype=np.int64), 0, 0)[BLOCK - 1 :: BLOCK]
+    ends = prefix_hashes(np.asarray(ids, dtype=np.int64), 0, 0)[BLOCK - 1 :: BLOCK]
     return [int(value) for value in ends]

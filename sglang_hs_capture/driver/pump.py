@@ -29,6 +29,7 @@ class PumpSettings:
         max_server_tokens: ... or so many for each server, if that is more.
         order_prompts: so many prompts are looked at together, to bring those that share a prefix one after another.
         order_seconds: no longer than so long is waited for that many.
+        held_bytes: fewer are looked at together where the input itself holds so many bytes of their images.
         stall_timeout_s: give up when nothing at all has moved for so long.
         drain_timeout_s: after a signal, how long to wait for what is in flight.
     """
@@ -38,6 +39,7 @@ class PumpSettings:
     max_server_tokens: int = 2**18
     order_prompts: int = 1024
     order_seconds: float = 1.0
+    held_bytes: int = 2**28
     stall_timeout_s: float = 900.0
     drain_timeout_s: float = 60.0
 
@@ -98,7 +100,7 @@ class Pump:
                 gathering = asyncio.create_task(self._gather())
                 computed = [asyncio.Event() for _ in jobs]
                 for step in await asyncio.to_thread(self._order, jobs):
-                    await self._window.enter(jobs[step.index].record.length)
+                    await self._window.enter(jobs[step.index].load)
                     after = None if step.after is None else computed[step.after]
                     task = asyncio.create_task(self._deliver(jobs[step.index], computed[step.index], after))
                     self._tasks.add(task)
@@ -115,12 +117,14 @@ class Pump:
             if more is None:
                 break
             jobs.extend(more)
+            if sum(image.held for job in jobs for image in job.images) > self._settings.held_bytes:
+                break
         return jobs
 
     def _order(self, jobs: list[Job]) -> list[Step]:
         if not self._prefix_cache:
             return [Step(index, None, 0) for index in range(len(jobs))]
-        return prefix_order([job.input_ids for job in jobs])
+        return prefix_order([job.routing_ids for job in jobs])
 
     async def _drain(self) -> None:
         while self._tasks:
@@ -140,7 +144,7 @@ class Pump:
         finally:
             computed.set()  # also after a failure: whoever waits computes the prefix instead
             self._moved_at = time.monotonic()
-            self._window.leave(job.record.length)
+            self._window.leave(job.load)
 
     async def _watch(self) -> None:
         sessions_due = 0.0
@@ -158,7 +162,7 @@ class Pump:
     def _read_journals(self) -> None:
         for record in self._journals.poll():
             if captured := self._delivery.offer(record):
-                self._intake.captured(captured)
+                self._intake.captured(*captured)
 
     def _check_health(self) -> None:
         self._target.check_alive()

@@ -143,9 +143,8 @@ class CaptureRun:
             self._summary.answered = regeneration.answered
 
     async def _pump(self, intake: Intake, journals: JournalWatch, sessions: list[SessionRecord]) -> None:
-        limit = shortest_limit(sessions)
-        if limit is not None:
-            intake.limit_prompts(limit)
+        takes_images = all(record.media_token is not None for record in sessions)
+        intake.limit_prompts(shortest_limit(sessions), takes_images=takes_images)
         replicas = {replica_of(record) for record in sessions}
         answers = AnswerBook(self._settings.output, self._settings.known_answers * len(replicas))
         delivery = Delivery(self._target.pool, sessions[0].rid_prefix, self._settings.delivery, answers)

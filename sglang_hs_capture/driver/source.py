@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +45,27 @@ class Source:
     workers: int = 1
 
     def samples(
-        self, *, max_length: int | None, vocab_size: int | None, preparer: PooledPreparer | None = None
+        self,
+        *,
+        max_length: int | None,
+        vocab_size: int | None,
+        media_token: int | None = None,
+        preparer: PooledPreparer | None = None,
     ) -> Iterator[Prepared]:
         """Read the files.
 
         Args:
             max_length: the longest prompt the model takes, as far as it is known.
             vocab_size: token ids must be below it; None if it is not known.
-            preparer: from ``preparer``, for a caller that wants to see it afterwards.
+            media_token: what stands for an image in a prompt; None for a model that takes none, or is not known.
+            preparer: from ``preparer``, for a caller that wants to see it afterwards; ``media_token`` is then its own.
 
         Raises:
             InputError: a file is missing.
         """
         return iter_samples(
             self.paths,
-            preparer or self.preparer(),
+            preparer or self.preparer(media_token),
             max_length=max_length,
             vocab_size=vocab_size,
             shuffle_seed=self.shuffle_seed,
@@ -92,12 +99,18 @@ class Source:
             self.tokenizer, trust_remote_code=self.trust_remote_code, chat_template=self.chat_template
         )
 
-    def preparer(self) -> PooledPreparer:
+    def preparer(self, media_token: int | None = None) -> PooledPreparer:
         """What tokenises the conversations; it loads the tokenizer when the first one comes."""
-        return PooledPreparer(self._load, self.workers, preparation=self.preparation)
+        load = partial(self._load, media_token)
+        return PooledPreparer(load, self.workers, preparation=self.preparation, media_token=media_token)
 
-    def _load(self) -> SamplePreparer:
-        return SamplePreparer(self.load_tokenizer(), self.preparation, stop_ids=read_stop_ids(self.tokenizer))
+    def _load(self, media_token: int | None = None) -> SamplePreparer:
+        return SamplePreparer(
+            self.load_tokenizer(),
+            self.preparation,
+            stop_ids=read_stop_ids(self.tokenizer),
+            media_token=media_token,
+        )
 
 
 def parse_template_kwargs(text: str | None) -> dict[str, Any]:

@@ -84,10 +84,7 @@ def run_on_own_server(
         HsCaptureError: nothing was begun; errors that come later are told by the summary.
     """
     config = find_model(model)
-    vocab_size = config.vocab_size if config else None
-    samples, again = _input(
-        source, settings, answers, max_length=_context_length(config, sglang_args), vocab_size=vocab_size
-    )
+    samples, again = _input(source, settings, answers, max_length=_context_length(config, sglang_args), known=config)
     plan = plan_server(
         model,
         capture.model_copy(update={"run_id": uuid.uuid4().hex}),
@@ -132,10 +129,7 @@ def run_on_ray(
         HsCaptureError: nothing was begun; errors that come later are told by the summary.
     """
     config = find_model(model)
-    vocab_size = config.vocab_size if config else None
-    samples, again = _input(
-        source, settings, answers, max_length=_context_length(config, sglang_args), vocab_size=vocab_size
-    )
+    samples, again = _input(source, settings, answers, max_length=_context_length(config, sglang_args), known=config)
     checked = plan_server(model, capture, sglang_args, cpu=cpu).capture
     plan = RayPlan(
         address,
@@ -182,7 +176,7 @@ def run_on_running_servers(
     """
     config = find_model(model) if model else None
     known = config or served_model(settings.output)
-    samples, again = _input(source, settings, answers, max_length=None, vocab_size=known.vocab_size if known else None)
+    samples, again = _input(source, settings, answers, max_length=None, known=known)
     if not settings.output.is_dir():
         raise ConfigError(
             f"--output {settings.output}: there is no such directory; name the one the server captures into"
@@ -201,15 +195,21 @@ def _input(
     answers: AnswerSettings | None,
     *,
     max_length: int | None,
-    vocab_size: int | None,
+    known: ModelConfig | None,
 ) -> tuple[Samples, Regeneration | None]:
     """What is to be captured: the samples of the input, or what the model answers to its prompts.
+
+    Args:
+        max_length: the longest prompt the model takes, as far as it is known.
+        known: the model, if its files are here.
 
     Raises:
         InputError: a file is missing.
     """
+    vocab_size = known.vocab_size if known else None
     if answers is None:
-        return source.samples(max_length=max_length, vocab_size=vocab_size), None
+        media_token = known.media_token if known else None
+        return source.samples(max_length=max_length, vocab_size=vocab_size, media_token=media_token), None
     prompts = islice(source.prompts(vocab_size=vocab_size), settings.limit)
     again = Regeneration(
         prompts=prompts,

@@ -11,6 +11,7 @@ EXCLUDED_FOR = {
     Exclusion.TOO_LONG: "longer than --max-length",
     Exclusion.NO_LOSS: "without a token to train on (--keep-untrained keeps such)",
     Exclusion.LOSS_CUT_OFF: "without a token to train on within --max-length",
+    Exclusion.IMAGE_CUT_OFF: "with an image cut off by --max-length",
 }
 GB = 1e9
 

@@ -49,8 +49,8 @@ class CaptureCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         ``dtype``: SGLang's own choice for a float32 checkpoint is float16. ``max_total_tokens`` and
         ``max_running_requests``: its own choice fills the machine's memory with the KV cache. ``enable_multimodal``:
-        when on, it needs the checkpoint's own image processor. ``sleep_on_idle``: the scheduler would otherwise keep a
-        core busy while it waits.
+        when on, it needs the checkpoint's own image processor. ``mm_attention_backend``: the others need a GPU or AMX.
+        ``sleep_on_idle``: the scheduler would otherwise keep a core busy while it waits.
 
         Raises:
             EngineError: a GPU is visible, or this SGLang would use NCCL between several ranks.
@@ -68,6 +68,7 @@ class CaptureCpuPlatform(CpuDeviceMixin, SRTPlatform):
             "max_total_tokens": MAX_TOTAL_TOKENS,
             "max_running_requests": MAX_RUNNING_REQUESTS,
             "enable_multimodal": False,
+            "mm_attention_backend": "sdpa",
         }
         for name, value in defaults.items():
             if getattr(server_args, name) is None:

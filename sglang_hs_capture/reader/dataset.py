@@ -18,6 +18,7 @@ from sglang_hs_capture.reader.dequantize import dequantize
 from sglang_hs_capture.store.hashing import prefix_hashes
 from sglang_hs_capture.store.identity import FINAL_NORM_FILE
 from sglang_hs_capture.store.index import SampleEntry, SamplePart, load_index
+from sglang_hs_capture.store.media import modality_mask, prompt_hash
 from sglang_hs_capture.store.schema import FLOAT8, RESTORE, DatasetInfo, Extent, ShardRecord, split_extents
 from sglang_hs_capture.store.shard import ShardLayout
 from sglang_hs_capture.store.shard_reader import ShardReader
@@ -39,12 +40,14 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
     An item is a dictionary of
 
     - ``id``: str;
-    - ``input_ids``: int64 [S];
+    - ``input_ids``: int64 [S]; at the positions of an image the model's placeholder for one;
     - ``hidden_states``: a list with one contiguous tensor [S, H] for each of ``columns``, in the dtype stored, or in
       bfloat16 where that is float8, multiplied by the scales;
     - ``scales``: only with ``raw``, and of a dataset in float8, whose ``hidden_states`` are then as they are stored: a
       list with a float32 tensor [S] for each of ``columns``. ``dequantize`` in ``reader/dequantize.py`` takes a pair;
-    - ``loss_mask``: int64 [S], all ones for a request sent by hand.
+    - ``loss_mask``: int64 [S], all ones for a request sent by hand, but for positions of images, which are 0;
+    - ``modality_mask``: only of a dataset that has a sample with images, and there in every item: int64 [S], 1 at the
+      positions of images.
 
     It can be pickled, and shared with data loader workers: shards are opened where they are read.
     """
@@ -73,6 +76,7 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
                 stacklevel=2,
             )
         self.samples: tuple[SampleEntry, ...] = index.samples
+        self.has_images = any(sample.media is not None for sample in index.samples)
         self._shards: dict[tuple[str, int], tuple[ShardRecord, int]] = {
             (entry.writer, entry.shard): (entry.state.record, entry.state.rows) for entry in index.shards
         }
@@ -117,7 +121,20 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
             "hidden_states": list(states.values()),
             "loss_mask": torch.from_numpy(sample.loss_mask()),
         }
+        if self.has_images:
+            item["modality_mask"] = torch.from_numpy(modality_mask(sample.length, sample.media))
         return {**item, "scales": [scales[name] for name in self.columns]} if self.raw and scales else item
+
+    def read_input_ids(self, sample: SampleEntry) -> NDArray[np.int64]:
+        """The tokens int64 [S] of a sample, checked at every part if ``check`` is set; placeholders for its images.
+
+        Raises:
+            CorruptionError: they are not those that were captured.
+        """
+        ids = [self._read_tokens(sample, part) for part in sample.parts][-1]
+        if sample.media is None:
+            return ids
+        return np.where(modality_mask(len(ids), sample.media) == 1, sample.media.token, ids)
 
     def final_norm(self) -> tuple[Tensor, float]:
         """The model's final norm: its weight [H] and its epsilon, by which a post-norm state can be computed.
@@ -139,14 +156,6 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
                 f"{path}: expected a weight of {self.info.hidden_size} elements, got {list(weight.shape)}; {RESTORE}"
             )
         return weight, eps
-
-    def read_input_ids(self, sample: SampleEntry) -> NDArray[np.int64]:
-        """The tokens int64 [S] of a sample, checked at every part if ``check`` is set.
-
-        Raises:
-            CorruptionError: they are not those that were captured.
-        """
-        return [self._read_tokens(sample, part) for part in sample.parts][-1]
 
     def read_blocks(self, part: SamplePart, rows: int | None = None) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         """The rows of one part of a sample as they are stored, in order, a block at a time.
@@ -197,6 +206,11 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
                 raise CorruptionError(
                     f"{self.path}: sample {sample.id!r} of {part.writer}: the stored tokens are not those of the "
                     f"prompt, {place}; its rows are {part.extents}. Restore the shard from a copy, or capture anew"
+                )
+            if sample.media is not None and prompt_hash(ids, sample.media) != sample.media.prompt_hash:
+                raise CorruptionError(
+                    f"{self.path}: sample {sample.id!r} of {part.writer}: without its images' positions the stored "
+                    "tokens are not those of the prompt. Restore the journal from a copy, or capture anew"
                 )
         return ids
 

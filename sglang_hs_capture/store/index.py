@@ -8,9 +8,10 @@ from numpy.typing import NDArray
 
 from sglang_hs_capture.errors import CorruptionError
 from sglang_hs_capture.store.identity import read_info
+from sglang_hs_capture.store.media import expand_loss_mask
 from sglang_hs_capture.store.replay import Replay, ShardState, journal_writers, replay_journal
 from sglang_hs_capture.store.requests import DroppedRecord, RequestRecord, Requests, load_requests
-from sglang_hs_capture.store.schema import RESTORE, DatasetInfo, Extent, parse_rid, rle_decode
+from sglang_hs_capture.store.schema import RESTORE, DatasetInfo, Extent, Media, parse_rid, rle_decode
 from sglang_hs_capture.store.session import SessionRecord, read_sessions
 from sglang_hs_capture.store.shard import ShardLayout, ShardPaths
 
@@ -33,8 +34,9 @@ class SampleEntry:
         length: number of tokens S.
         end_hash: chained hash of all tokens.
         parts: one per pipeline stage, together having every column of the dataset.
-        loss_mask_rle: run lengths of the loss mask; None for a request sent by hand.
+        loss_mask_rle: run lengths of the loss mask [S]; None for all ones, as of a request sent by hand.
         source: ``file:line``; None for a request sent by hand.
+        media: where its images are; None without any.
     """
 
     id: str
@@ -44,6 +46,31 @@ class SampleEntry:
     parts: tuple[SamplePart, ...]
     loss_mask_rle: tuple[int, ...] | None = None
     source: str | None = None
+    media: Media | None = None
+
+    @classmethod
+    def by_hand(
+        cls, rid: str, length: int, end_hash: int, parts: tuple[SamplePart, ...], media: Media | None
+    ) -> "SampleEntry":
+        """The sample of a request that the driver did not send: every token counts, but for positions of images."""
+        mask = expand_loss_mask((0, media.prompt_length(length)), media) if media else None
+        return cls(rid, rid, length, end_hash, parts, mask, media=media)
+
+    @classmethod
+    def of_request(
+        cls,
+        request: RequestRecord,
+        rid: str,
+        length: int,
+        end_hash: int,
+        parts: tuple[SamplePart, ...],
+        media: Media | None,
+    ) -> "SampleEntry":
+        """The sample of a request in the ledger; without a loss mask where it is another than the one asked for."""
+        mask: tuple[int, ...] | None = None
+        if request.is_met_by(length, end_hash, media):
+            mask = expand_loss_mask(request.loss_mask, media) if media else request.loss_mask
+        return cls(request.id, rid, length, end_hash, parts, mask, request.source, media)
 
     def loss_mask(self) -> NDArray[np.int64]:
         """The loss mask, int64 [S]: all ones for a request sent by hand."""
@@ -185,17 +212,17 @@ def _join(
     names = {record.key: record.id for record in ledger.requests.values()}
     found: dict[str, SampleEntry] = {}
     mismatched, unclaimed = [], []
-    for rid, length, end_hash, parts in _whole(info, replays):
+    for rid, length, end_hash, media, parts in _whole(info, replays):
         request = ledger.requests.get(_sample_id(rid, names))
         if request is None:
-            entry = SampleEntry(rid, rid, length, end_hash, parts)
+            entry = SampleEntry.by_hand(rid, length, end_hash, parts, media)
             if parse_rid(rid) is None:
                 found.setdefault(rid, entry)
             else:
                 unclaimed.append(entry)
             continue
-        entry = SampleEntry(request.id, rid, length, end_hash, parts, request.loss_mask, request.source)
-        if (length, end_hash) == (request.length, request.end_hash):
+        entry = SampleEntry.of_request(request, rid, length, end_hash, parts, media)
+        if request.is_met_by(length, end_hash, media):
             found.setdefault(entry.id, entry)
         else:
             mismatched.append(entry)
@@ -203,13 +230,18 @@ def _join(
     return (*by_ledger, *found.values()), tuple(mismatched), tuple(unclaimed)
 
 
-def _whole(info: DatasetInfo, replays: list[Replay]) -> list[tuple[str, int, int, tuple[SamplePart, ...]]]:
-    """Put pipeline stages together: request id, length, end hash and parts of each request that has every column."""
-    found: dict[tuple[str, int, int], list[SamplePart]] = {}
-    missing: dict[tuple[str, int, int], frozenset[str]] = {}
+_Acknowledged = tuple[str, int, int, Media | None]
+
+
+def _whole(
+    info: DatasetInfo, replays: list[Replay]
+) -> list[tuple[str, int, int, Media | None, tuple[SamplePart, ...]]]:
+    """Put pipeline stages together: what is acknowledged, and the parts, of each request that has every column."""
+    found: dict[_Acknowledged, list[SamplePart]] = {}
+    missing: dict[_Acknowledged, frozenset[str]] = {}
     for replay in replays:
         for sample in replay.samples:
-            key = (sample.rid, sample.length, sample.end_hash)
+            key = (sample.rid, sample.length, sample.end_hash, sample.media)
             left, columns = missing.get(key, frozenset(info.columns)), replay.columns(sample)
             if not left.isdisjoint(columns):
                 found.setdefault(key, []).append(SamplePart(replay.writer, columns, sample.extents))

@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang_hs_capture.store.journal import JournalFile, malformed, read_records
 from sglang_hs_capture.store.lock import FileLock
-from sglang_hs_capture.store.schema import count_of, hash_of, text_of, to_hex
+from sglang_hs_capture.store.schema import Media, count_of, hash_of, text_of, to_hex
 from sglang_hs_capture.text import shown
 
 LEDGER_FILE = "requests.jsonl"
@@ -19,11 +19,12 @@ class RequestRecord:
 
     Attributes:
         id: the user's name of the sample.
-        key: ``schema.sample_key(id)``.
-        length: number of tokens S.
-        end_hash: chained hash of all tokens (``hashing.end_hash``).
+        key: ``schema.sample_key(id, images)``.
+        length: number of tokens S; each image counts as one, its placeholder.
+        end_hash: chained hash of all these tokens (``hashing.end_hash``).
         loss_mask: run lengths of the loss mask [S] (``schema.rle_encode``).
         source: where the sample came from, ``file:line``.
+        images: what identifies each image, in the prompt's order.
     """
 
     id: str
@@ -32,10 +33,18 @@ class RequestRecord:
     end_hash: int
     loss_mask: tuple[int, ...]
     source: str
+    images: tuple[str, ...] = ()
+
+    def is_met_by(self, length: int, end_hash: int, media: Media | None) -> bool:
+        """Whether an acknowledged sample has the tokens asked for, and as many images."""
+        images = 0
+        if media is not None:
+            length, end_hash, images = media.prompt_length(length), media.prompt_hash, len(media.runs)
+        return (length, end_hash, images) == (self.length, self.end_hash, len(self.images))
 
     def to_json(self) -> dict[str, Any]:
         """The record as a line of the ledger has it."""
-        return {
+        record = {
             "t": "request",
             "id": self.id,
             "key": self.key,
@@ -44,6 +53,7 @@ class RequestRecord:
             "loss_mask": list(self.loss_mask),
             "source": self.source,
         }
+        return {**record, "images": list(self.images)} if self.images else record
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> "RequestRecord":
@@ -57,8 +67,11 @@ class RequestRecord:
             raise ValueError(f"loss_mask: expected whole numbers from 0 up, got {shown(raw['loss_mask'])}")
         if sum(mask) != length:
             raise ValueError(f"the loss mask covers {sum(mask)} tokens of {length}")
+        images = raw.get("images", [])
+        if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+            raise ValueError(f"images: expected a list of names, got {shown(images)}")
         id, key, source = text_of(raw, "id"), text_of(raw, "key"), text_of(raw, "source")
-        return cls(id, key, length, hash_of(raw, "end_hash"), mask, source)
+        return cls(id, key, length, hash_of(raw, "end_hash"), mask, source, tuple(images))
 
 
 @dataclass(frozen=True, slots=True)

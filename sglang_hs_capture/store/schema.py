@@ -29,6 +29,7 @@ _HASH = re.compile(r"[0-9a-f]{1,16}")
 # More rows or bytes than any file has.
 _MOST = 2**62
 _MOST_ELEMENTS = 2**31
+Runs = tuple[tuple[int, int], ...]
 _WRITER = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
@@ -246,18 +247,76 @@ class RowsRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Media:
+    """The images of one sample.
+
+    Attributes:
+        runs: for each image, in order, its first position and how many it takes.
+        token: the placeholder's id.
+        prompt_hash: chained hash of the prompt with one placeholder in the place of each run.
+    """
+
+    runs: Runs
+    token: int
+    prompt_hash: int
+
+    def __post_init__(self) -> None:
+        end = 0
+        for start, count in self.runs:
+            if start < end or count < 1:
+                raise ValueError(f"image positions: expected runs in order, each of 1 or more; got {shown(self.runs)}")
+            end = start + count
+        if not self.runs:
+            raise ValueError("image positions: expected at least one run")
+
+    @property
+    def positions(self) -> int:
+        """How many positions the images take together."""
+        return sum(count for _, count in self.runs)
+
+    def prompt_length(self, length: int) -> int:
+        """Tokens of the prompt as it was asked for, of a sample of ``length`` tokens."""
+        return length - self.positions + len(self.runs)
+
+    def fits(self, length: int) -> bool:
+        """Whether all runs lie within a sample of ``length`` tokens."""
+        return sum(self.runs[-1]) <= length
+
+    def to_json(self) -> dict[str, Any]:
+        """The object under ``media`` of a sample's record."""
+        return {
+            "runs": [list(run) for run in self.runs],
+            "token": self.token,
+            "prompt_hash": to_hex(self.prompt_hash),
+        }
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> "Media":
+        """Read such an object.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is malformed.
+        """
+        runs = tuple((start, count) for start, count in raw["runs"])
+        if not all(type(number) is int and 0 <= number <= _MOST for run in runs for number in run):
+            raise ValueError(f"image positions: expected whole numbers from 0 up, got {shown(raw['runs'])}")
+        return cls(runs, count_of(raw, "token"), hash_of(raw, "prompt_hash"))
+
+
+@dataclass(frozen=True, slots=True)
 class SampleRecord:
-    """A sample is acknowledged: its rows, in order, and the chained hash of its tokens."""
+    """A sample is acknowledged: its rows, in order, the chained hash of its tokens, and where its images are."""
 
     rid: str
     length: int
     extents: tuple[Extent, ...]
     end_hash: int
     session: str
+    media: Media | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The record as a line of the journal has it."""
-        return {
+        record = {
             "t": "sample",
             "rid": self.rid,
             "length": self.length,
@@ -265,6 +324,7 @@ class SampleRecord:
             "end_hash": to_hex(self.end_hash),
             "session": self.session,
         }
+        return record if self.media is None else {**record, "media": self.media.to_json()}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> "SampleRecord":
@@ -277,7 +337,10 @@ class SampleRecord:
         if not all(type(number) is int and number >= 0 for extent in extents for number in extent):
             raise ValueError(f"extents: expected whole numbers from 0 up, got {shown(raw['extents'])}")
         length, end_hash = count_of(raw, "length"), hash_of(raw, "end_hash")
-        return cls(text_of(raw, "rid"), length, extents, end_hash, text_of(raw, "session"))
+        media = Media.from_json(raw["media"]) if "media" in raw else None
+        if media is not None and not media.fits(length):
+            raise ValueError(f"images at {shown(media.runs)} of a sample of {length} tokens")
+        return cls(text_of(raw, "rid"), length, extents, end_hash, text_of(raw, "session"), media)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,9 +381,13 @@ def check_writer(name: str) -> str:
     return name
 
 
-def sample_key(sample_id: str) -> str:
-    """24 hexadecimal digits that stand for a sample's id in request ids: safe in any place, of constant length."""
-    return hashlib.blake2b(sample_id.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
+def sample_key(sample_id: str, images: Iterable[str] = ()) -> str:
+    """24 hexadecimal digits that stand for a sample's id in request ids: safe in any place, of constant length.
+
+    They depend on the images asked for too: a late acknowledgement of a request with other images is another sample's.
+    """
+    name = "\0".join((sample_id, *images))
+    return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
 
 
 class RequestName(NamedTuple):
@@ -335,8 +402,8 @@ class RequestName(NamedTuple):
 def make_rid(rid_prefix: str, key: str, attempt: int, end_hash: int) -> str:
     """The request id of one attempt, from 0, at capturing the sample with this key.
 
-    ``end_hash``, the chained hash of the whole prompt, travels along: it tells whoever stores the rows which prompt
-    they must add up to, also where a part of them was computed for another request.
+    ``end_hash``, the chained hash of the whole prompt as it is asked for, travels along: it tells whoever stores the
+    rows which prompt they must add up to, also where a part of them was computed for another request.
     """
     return f"{rid_prefix}{key}-{attempt}-{to_hex(end_hash)}"
 

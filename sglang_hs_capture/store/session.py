@@ -22,6 +22,7 @@ _REMEDY = "it can be removed while nothing captures"
 _KINDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("pid", "context_length", "max_prompt_tokens", "chunked_prefill_size"), int),
     **dict.fromkeys(("error", "error_kind"), (str, type(None))),
+    "media_token": (int, type(None)),
     **dict.fromkeys(("model", "draft_ids", "counters"), dict),
     "columns": list,
     "prefix_cache": bool,
@@ -69,6 +70,7 @@ class SessionRecord:
         model: the model's identity, as in ``dataset.json``.
         columns: those of the dataset's columns that this writer captures; none in records of older releases, which
             captured all.
+        media_token: the token id that stands for an image in a prompt; None where the server takes no images.
         draft_ids: the captured boundaries in each convention.
     """
 
@@ -93,6 +95,7 @@ class SessionRecord:
     max_prompt_tokens: int = 0
     chunked_prefill_size: int = 0
     prefix_cache: bool = False
+    media_token: int | None = None
     draft_ids: dict[str, list[int]] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
 

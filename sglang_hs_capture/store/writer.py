@@ -27,6 +27,7 @@ from sglang_hs_capture.store.schema import (
     DatasetInfo,
     Extent,
     FailureRecord,
+    Media,
     SampleRecord,
     check_writer,
     merge_extents,
@@ -249,7 +250,9 @@ class StoreWriter:
                 self._disk.refuse_rows()
         return [Extent(piece.run.shard, piece.end - len(piece.tokens), len(piece.tokens)) for piece in pieces]
 
-    def add_sample(self, rid: str, length: int, extents: Sequence[Extent], end_hash: int) -> None:
+    def add_sample(
+        self, rid: str, length: int, extents: Sequence[Extent], end_hash: int, media: Media | None = None
+    ) -> None:
         """Have the next ``commit`` acknowledge a sample.
 
         Args:
@@ -257,6 +260,7 @@ class StoreWriter:
             length: number of tokens S.
             extents: its rows, from position 0 to S - 1, all appended to this writer since ``open``.
             end_hash: the chained token hash of the last row.
+            media: where its images are.
 
         Raises:
             ValueError: the extents do not add up to the length, or name rows that were not appended.
@@ -273,7 +277,7 @@ class StoreWriter:
                 raise ValueError(
                     f"sample {rid!r}: {extent} names rows that were not appended since the store was opened"
                 )
-        self._pending.append(SampleRecord(rid, length, merged, end_hash, self._session_id))
+        self._pending.append(SampleRecord(rid, length, merged, end_hash, self._session_id, media))
 
     def add_failure(self, rid: str, reason: str, detail: str) -> None:
         """Have the next ``commit`` record that a request's sample is not stored.

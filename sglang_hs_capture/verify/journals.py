@@ -192,8 +192,8 @@ def read_ledger(directory: Path, findings: Findings) -> Ledger:
                 findings.add(Finding("loss-mask", text, path.name, sample))
                 runs = [int(raw["length"])]
             record = RequestRecord.from_json({**raw, "loss_mask": runs})
-            if record.key != sample_key(record.id):
-                raise ValueError(f"the key of this id is {sample_key(record.id)}, not {record.key}")
+            if record.key != (key := sample_key(record.id, record.images)):
+                raise ValueError(f"the key of this id is {key}, not {record.key}")
             ledger.content.add(record)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             findings.add(Finding("ledger-record", f"line {number}: {error!r}", path.name, sample))

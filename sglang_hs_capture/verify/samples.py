@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 from sglang_hs_capture.store.hashing import prefix_hashes
 from sglang_hs_capture.store.index import SampleEntry, SamplePart
+from sglang_hs_capture.store.media import prompt_hash
 from sglang_hs_capture.store.replay import Replay
 from sglang_hs_capture.store.requests import LEDGER_FILE, Requests
-from sglang_hs_capture.store.schema import DatasetInfo, Extent, RequestName, parse_rid, to_hex
+from sglang_hs_capture.store.schema import DatasetInfo, Extent, Media, RequestName, parse_rid, to_hex
 from sglang_hs_capture.verify.findings import Finding, Findings
 from sglang_hs_capture.verify.shards import ShardFile
 
@@ -36,7 +37,7 @@ def join(info: DatasetInfo, replays: Sequence[Replay], ledger: Requests, finding
     found: list[SampleEntry] = []
     present: defaultdict[str, list[SampleEntry]] = defaultdict(list)
     others: defaultdict[str, list[SampleEntry]] = defaultdict(list)
-    for (rid, length, end_hash), group in _groups(info, replays):
+    for (rid, length, end_hash, media), group in _groups(info, replays):
         parsed = parse_rid(rid)
         id = names.get(parsed.key) if parsed else None
         request = ledger.requests.get(id if id is not None else rid)
@@ -46,26 +47,29 @@ def join(info: DatasetInfo, replays: Sequence[Replay], ledger: Requests, finding
             continue
         parts = tuple(group.parts)
         if request is None:
-            entry = SampleEntry(rid, rid, length, end_hash, parts)
+            entry = SampleEntry.by_hand(rid, length, end_hash, parts, media)
             if parsed is not None:
                 _unclaimed(entry, parsed, findings)
             else:
                 present[entry.id].append(entry)
         else:
-            entry = SampleEntry(request.id, rid, length, end_hash, parts, request.loss_mask, request.source)
-            same = (length, end_hash) == (request.length, request.end_hash)
+            entry = SampleEntry.of_request(request, rid, length, end_hash, parts, media)
+            same = request.is_met_by(length, end_hash, media)
             (present if same else others)[request.id].append(entry)
         found.append(entry)
     _count(ledger, present, others, findings)
     return found
 
 
-def _groups(info: DatasetInfo, replays: Sequence[Replay]) -> Iterable[tuple[tuple[str, int, int], _Group]]:
-    groups: dict[tuple[str, int, int], list[_Group]] = {}
+_Acknowledged = tuple[str, int, int, Media | None]
+
+
+def _groups(info: DatasetInfo, replays: Sequence[Replay]) -> Iterable[tuple[_Acknowledged, _Group]]:
+    groups: dict[_Acknowledged, list[_Group]] = {}
     for replay in replays:
         for sample in replay.samples:
             columns = replay.columns(sample)
-            mine = groups.setdefault((sample.rid, sample.length, sample.end_hash), [])
+            mine = groups.setdefault((sample.rid, sample.length, sample.end_hash, sample.media), [])
             group = next((g for g in mine if g.missing.issuperset(columns)), None)
             if group is None:
                 group = _Group([], frozenset(info.columns))
@@ -93,10 +97,12 @@ def _count(
             findings.add(Finding("duplicate", text, _journal(entries[1].writer), id))
     for id, entries in others.items():
         request, entry = ledger.requests[id], entries[0]
-        text = (
-            f"{request.length} tokens with the hash {to_hex(request.end_hash)} are asked for, and {entry.length} with "
-            f"the hash {to_hex(entry.end_hash)} are acknowledged"
-        )
+        text = f"{_prompt(request.length, request.end_hash, len(request.images))} are asked for, and "
+        if entry.media is None:
+            text += f"{_prompt(entry.length, entry.end_hash, 0)} are acknowledged"
+        else:
+            length, images = entry.media.prompt_length(entry.length), len(entry.media.runs)
+            text += f"{_prompt(length, entry.media.prompt_hash, images)} are acknowledged"
         if id not in present:
             findings.add(Finding("other-tokens", text, _journal(entry.writer), id))
     for id, record in ledger.requests.items():
@@ -111,6 +117,11 @@ def _count(
     for id, dropped in ledger.dropped.items():
         if id not in ledger.requests and id not in present:
             findings.add(Finding("dropped", f"given up: {dropped.reason} ({dropped.source})", LEDGER_FILE, id))
+
+
+def _prompt(length: int, end_hash: int, images: int) -> str:
+    of_images = f", {images} of them images," if images else ""
+    return f"{length} tokens{of_images} with the hash {to_hex(end_hash)}"
 
 
 def _journal(writer: str) -> str:
@@ -166,6 +177,12 @@ def _check_part(
         text = (
             f"its stored tokens have the hash {to_hex(int(expected[-1]))}, and it is acknowledged with "
             f"{to_hex(sample.end_hash)}"
+        )
+        findings.add(Finding("tokens", text, _journal(part.writer), sample.id))
+    if sample.media is not None and (found := prompt_hash(tokens, sample.media)) != sample.media.prompt_hash:
+        text = (
+            f"with a placeholder for each image its stored tokens have the hash {to_hex(found)}, and it is "
+            f"acknowledged with {to_hex(sample.media.prompt_hash)}"
         )
         findings.add(Finding("tokens", text, _journal(part.writer), sample.id))
 

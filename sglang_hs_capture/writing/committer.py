@@ -13,8 +13,9 @@ from sglang_hs_capture.errors import HsCaptureError
 from sglang_hs_capture.float8 import scales_from_absmax
 from sglang_hs_capture.staging.ring import Lease
 from sglang_hs_capture.store.hashing import prefix_hashes
-from sglang_hs_capture.store.schema import Extent, merge_extents, parse_rid, split_extents
+from sglang_hs_capture.store.schema import Extent, Media, merge_extents, parse_rid, split_extents
 from sglang_hs_capture.store.writer import StoreWriter
+from sglang_hs_capture.writing.images import prove_images
 from sglang_hs_capture.writing.inflight import InFlight, RequestState
 from sglang_hs_capture.writing.plan import BatchHeader, HostMetadata, KeptRequest
 from sglang_hs_capture.writing.slots import Prefix, SlotTable
@@ -42,6 +43,7 @@ class _OpenRequest:
     scales: np.ndarray | None
     prefix: Prefix
     problem: tuple[str, str] | None
+    media: Media | None
     extents: list[Extent] = field(default_factory=list)
     stored: int = 0
 
@@ -81,6 +83,7 @@ class Committer:
         *,
         commit_interval_s: float,
         placeholder: Sequence[int],
+        media_token: int | None = None,
         on_commit: Callable[[bool], None],
         on_error: Callable[[Exception], None],
     ) -> None:
@@ -90,10 +93,11 @@ class Committer:
             store: where rows go.
             commit_interval_s: rows are durable, and samples acknowledged, at least this often.
             placeholder: the prompt that SGLang runs in place of one that it refused.
+            media_token: what stands for an image in a prompt as it is sent.
             on_commit: called after each commit was begun with False, and with True once all is quiet for a second.
             on_error: called with the error that ended capture, until it returns.
         """
-        self._store, self._placeholder = store, tuple(placeholder)
+        self._store, self._placeholder, self._media_token = store, tuple(placeholder), media_token
         self._interval, self._on_commit, self._on_error = commit_interval_s, on_commit, on_error
         self._slots = SlotTable()
         self._open: list[_OpenRequest] = []
@@ -241,6 +245,11 @@ class Committer:
             # of a prompt that was not seen.
             found = "its chunks were interrupted: the id was used before, by a request that was aborted"
         state.last_prefill = number
+        prompt_len, media = int(meta.prompt_lens[kept.index]), None
+        if kept.images and isinstance(found, Prefix) and kept.prefix_len + kept.length == prompt_len:
+            whole = np.concatenate([self._slots.tokens(meta.prefix_slots(kept)), tokens])
+            proven = prove_images(whole, kept.images, self._media_token)
+            media, found = (None, proven) if isinstance(proven, str) else (proven, found)
         if isinstance(found, str):
             problem, found = problem or ("incomplete", found), Prefix((), 0)
         largest = absmax[kept.target : kept.target + kept.length]
@@ -248,11 +257,12 @@ class Committer:
         # A scale may be 0 though the largest value is not quite: such a row was stored as zeros, too.
         problem = problem or _unusable(largest if scales is None else scales, kept.prefix_len)
         hashes = prefix_hashes(tokens, kept.prefix_len, found.end_hash)
-        prompt_len = int(meta.prompt_lens[kept.index])
         if prompt_len == len(self._placeholder) and tuple(tokens.tolist()) == self._placeholder:
             problem = problem or ("refused", "SGLang refused the request and ran a placeholder prompt in its place")
         expected = name.end_hash if name is not None else None
-        return _OpenRequest(kept, state, prompt_len, expected, tokens, positions, slots, hashes, scales, found, problem)
+        return _OpenRequest(
+            kept, state, prompt_len, expected, tokens, positions, slots, hashes, scales, found, problem, media
+        )
 
     def _take(self, data: memoryview, n_rows: int, lease: Lease) -> None:
         first, end = self._row, self._row + n_rows
@@ -331,7 +341,8 @@ class Committer:
         """Why a request's sample is none, or nothing to say so; None while a row of its prefix is not proven."""
         if request.problem is not None:
             return request.problem
-        if request.expected_hash not in (None, int(request.hashes[-1])):
+        got = request.media.prompt_hash if request.media is not None else int(request.hashes[-1])
+        if request.expected_hash not in (None, got):
             return "incomplete", "the stored rows add up to another prompt: a KV slot was rewritten unseen"
         lent = self._inflight.all_proven(request.prefix.lenders)
         if lent is False or (lent is None and late):
@@ -350,7 +361,7 @@ class Committer:
         self._slots.prove(state.all_slots(), state.serial)
         length = request.kept.prefix_len + request.kept.length
         extents = merge_extents([*request.prefix.extents, *request.extents])
-        self._store.add_sample(rid, length, extents, int(request.hashes[-1]))
+        self._store.add_sample(rid, length, extents, int(request.hashes[-1]), request.media)
 
     def _give_up(self, rid: str, reason: str, detail: str) -> None:
         self.tallies.incomplete += reason == "incomplete"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from sglang_hs_capture.errors import HsCaptureError, class_of_kind, kind_of
 from sglang_hs_capture.staging.ring import Span
-from sglang_hs_capture.writing.plan import BatchHeader, KeptRequest, RowPlan
+from sglang_hs_capture.writing.plan import BatchHeader, ImageSpan, KeptRequest, RowPlan
 
 Content = Literal["metadata", "absmax", "rows", "norm"]
 
@@ -26,6 +26,7 @@ class Setup:
         columns: the columns that this process's rows have.
         placeholder: the prompt that SGLang runs in place of one that it refused.
         served_name: the model's name in SGLang's metrics.
+        media_token: what stands for an image in a prompt as it is sent; None for a server that takes no images.
     """
 
     config: dict[str, Any]
@@ -34,6 +35,7 @@ class Setup:
     columns: list[str]
     placeholder: list[int]
     served_name: str
+    media_token: int | None
 
 
 @dataclass(frozen=True)
@@ -103,13 +105,19 @@ def decode(data: bytes) -> Message:
         name, fields = json.loads(data)
         if name == "BatchHeader":
             n_rows, requests = fields["plan"]
-            fields["plan"] = RowPlan(tuple(KeptRequest(*request) for request in requests), n_rows)
+            fields["plan"] = RowPlan(tuple(_kept(request) for request in requests), n_rows)
         elif name == "PieceNotice":
             fields["span"] = Span(**fields["span"])
         message: Message = _KINDS[name](**fields)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"expected a message of this release, got {data[:80]!r} ({len(data)} bytes)") from error
     return message
+
+
+def _kept(values: list[Any]) -> KeptRequest:
+    rid, index, prefix_len, length, source, target, images = values
+    spans = tuple(ImageSpan(start, count, tuple(ids)) for start, count, ids in images)
+    return KeptRequest(rid, index, prefix_len, length, source, target, spans)
 
 
 class Channel:

@@ -1,8 +1,17 @@
 """Which rows of a prefill forward are captured, and what came with them."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+
+
+class ImageSpan(NamedTuple):
+    """One image of a prompt: its first position, how many it takes, and the ids that stand there, in turn."""
+
+    start: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls on a span
+    ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -16,6 +25,7 @@ class KeptRequest:
         length: its tokens in this forward.
         source: its first row in the forward.
         target: its first row among the packed rows.
+        images: those of its whole prompt, in order.
     """
 
     rid: str
@@ -24,6 +34,7 @@ class KeptRequest:
     length: int
     source: int
     target: int
+    images: tuple[ImageSpan, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,7 @@ class WritingProcess:
             self._store,
             commit_interval_s=config.commit_interval_s,
             placeholder=setup.placeholder,
+            media_token=setup.media_token,
             on_commit=self._report,
             on_error=self._stopped,
         )

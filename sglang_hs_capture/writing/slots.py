@@ -94,6 +94,11 @@ class SlotTable:
         """Forget the rows of ``owner`` among ``slots``: it has ended in a wrong hash."""
         self.forget(slots[self._owner[slots] == owner])
 
+    def tokens(self, slots: np.ndarray) -> np.ndarray:
+        """Int64 ``[n]``: the tokens of the rows that a ``lookup`` of these slots has just found."""
+        tokens: np.ndarray = self._token[slots]
+        return tokens
+
     def lookup(self, slots: np.ndarray, owner: int, *, own_only: bool) -> Prefix | str:
         """Find the stored rows of a prompt's first ``len(slots)`` tokens, or say why that cannot be done.
 

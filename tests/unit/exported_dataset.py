@@ -12,7 +12,7 @@ from sglang_hs_capture.export.options import ExportOptions, ExportResult, Format
 from sglang_hs_capture.export.run import export_dataset
 from sglang_hs_capture.store.hashing import end_hash
 from sglang_hs_capture.store.requests import RequestLedger, RequestRecord
-from sglang_hs_capture.store.schema import DatasetInfo, Extent, make_rid, rle_encode, sample_key, split_extents
+from sglang_hs_capture.store.schema import DatasetInfo, Extent, Media, make_rid, rle_encode, sample_key, split_extents
 from sglang_hs_capture.store.writer import StoreWriter
 
 HIDDEN = made_dataset.HIDDEN
@@ -29,6 +29,7 @@ PROMPTS = {
     "case": [61, 62, 64],
 }
 BY_HAND, BY_HAND_TOKENS = "hs-by-hand", [90, 91]
+MEDIA_TOKEN = 99
 MORE = {"more": [71, 72, 73, 74, 75], "and more": [81]}
 
 
@@ -79,6 +80,21 @@ def add(directory: Path, prompts: dict[str, list[int]], info: DatasetInfo | None
     for id, tokens in prompts.items():
         capture(store, id, tokens)
     store.close()
+
+
+def add_image(directory: Path, id: str) -> Media:
+    """Capture one more prompt, whose second token stands for an image of three positions."""
+    asked, stored, images = [41, MEDIA_TOKEN, 42, 43], [41, 10**15, 10**16, 10**15, 42, 43], ("sha256:a",)
+    media = Media(((1, 3),), MEDIA_TOKEN, end_hash(asked))
+    with RequestLedger.open(directory) as ledger:
+        key = sample_key(id, images)
+        runs = tuple(rle_encode(np.array([0, 0, 1, 1])))
+        ledger.append(RequestRecord(id, key, len(asked), media.prompt_hash, runs, "data.jsonl:9", images))
+    store = open_store(directory, "dp0-pp0", info_of())
+    extents, end = append_tokens(store, stored)
+    store.add_sample(make_rid("hs-", key, 0, media.prompt_hash), len(stored), extents, end, media)
+    store.close()
+    return media
 
 
 def ask(ledger: RequestLedger, id: str, tokens: list[int], mask: list[int] | None = None) -> None:

@@ -25,6 +25,7 @@ GOOD = EngineSettings(
     lora=False,
     pd_multiplexing=False,
     disaggregation=False,
+    multimodal=True,
     aux_hidden_states=False,
     unproven_dp_attention=False,
     nameless_replicas=False,

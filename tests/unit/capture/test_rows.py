@@ -1,11 +1,14 @@
 """Which rows of a batch are kept, and what travels to the writing process."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 
 from sglang_hs_capture.capture.rows import batch_metadata, plan_rows
 from sglang_hs_capture.compat import PrefillBatch
-from sglang_hs_capture.writing.plan import BatchHeader, HostMetadata
+from sglang_hs_capture.writing.plan import BatchHeader, HostMetadata, ImageSpan
 
 
 def make_batch(rids, prefix_lens, seq_lens, padding=0) -> PrefillBatch:
@@ -64,3 +67,17 @@ def test_requests_without_a_prefix_have_no_prefix_slots():
     meta = HostMetadata(packed.numpy(), BatchHeader(1, plan, 3, 1))
     assert meta.prefix_slots(plan.requests[0]).size == 0
     assert isinstance(meta.slots, np.ndarray)
+
+
+def test_images_travel_in_the_prompts_order_in_the_form_of_either_sglang():
+    old = SimpleNamespace(pad_value=10**6 + 5, offsets=[(8, 8)])
+    new = SimpleNamespace(padding_values=lambda: (2**62, 3), offsets=[(9, 20), (2, 4)])
+    mm_inputs = [None, SimpleNamespace(mm_items=[old, new]), None]
+    batch = replace(make_batch(["x", "hs-a", "hs-b"], [0, 4, 0], [2, 3, 1]), mm_inputs=mm_inputs)
+    plan = plan_rows(batch, "hs-")
+    assert plan.requests[0].images == (
+        ImageSpan(2, 3, (2**62, 3)),
+        ImageSpan(8, 1, (10**6 + 5,)),
+        ImageSpan(9, 12, (2**62, 3)),
+    )
+    assert plan.requests[1].images == ()

@@ -321,6 +321,7 @@ def test_inspect_json_is_what_scripts_rely_on(capsys, dataset):
         "sglang_version": "0.5.23",
         "samples": 2,
         "tokens": 10,
+        "images": {"samples": 0, "tokens": 0},
         "rows": 15,
         "rows_without_sample": 5,
         "reused": {"disk": 0.0, "compute": 0.0},

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from chat_templates import KIMI_K2, make_tokenizer
+from PIL import Image as Pillow
 from rich.console import Console
 
 from sglang_hs_capture.cli.main import main
@@ -18,6 +19,7 @@ from sglang_hs_capture.data.preparation import Preparation
 from sglang_hs_capture.data.prepared import PreparedSet, describe_tokenizer
 from sglang_hs_capture.data.records import InputProblem, Sample
 from sglang_hs_capture.data.samples import SamplePreparer, iter_samples
+from sglang_hs_capture.demo.checkpoint import make_kimi_k25
 from sglang_hs_capture.driver.make_set import Account
 from sglang_hs_capture.driver.source import Source
 from sglang_hs_capture.errors import DiskFullError, StoreError
@@ -293,3 +295,20 @@ def test_without_colours_they_stand_between_brackets_and_nothing_moves_the_curso
     output = io.StringIO()
     print_samples(Console(file=output, width=80), [item], characters)
     assert f"{expected}\n" in output.getvalue()
+
+
+def test_samples_with_images_are_left_out(capsys, tmp_path):
+    """A model that takes images; the set is of texts."""
+    model = make_kimi_k25(tmp_path / "model")
+    token = json.loads((model / "config.json").read_text())["media_placeholder_token_id"]
+    Pillow.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    rows = [{"id": "image", "input_ids": [5, token], "images": ["a.png"]}, {"id": "text", "input_ids": [5]}]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--data", data, "--model", model]
+    code, _, err = call(capsys, tmp_path / "out", *words)
+    assert code
+    assert "rows.jsonl:1: it has images, which a tokenised set cannot hold" in " ".join(err.split())
+    code, out, _ = call(capsys, tmp_path / "out", *words, "--on-bad-input", "skip")
+    assert (code, pq.read_table(tmp_path / "out")["id"].to_pylist()) == (0, ["text"])
+    assert "Left out 1 line or sample" in out

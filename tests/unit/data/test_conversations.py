@@ -124,8 +124,8 @@ MESSAGE_PROBLEMS = {
     "messages[0]: unknown role None": [{"content": "x"}],
     "messages[1]: content is missing or null": [USER, {"role": "assistant", "content": None}],
     "messages[0]: content: expected a string or a list of text parts; got int": [{"role": "user", "content": 1}],
-    "messages[0]: content[0]: parts of type 'image_url' are not supported yet": [
-        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    "messages[0]: content[0]: parts of type 'video_url' are not supported, only text and images": [
+        {"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x"}}]}
     ],
     "messages[0]: content[0]: expected a text part; got 7": [{"role": "user", "content": [7]}],
     "messages[0]: content[0]: text: expected a string; got NoneType": [{"role": "user", "content": [{"type": "text"}]}],
@@ -164,7 +164,7 @@ ROW_PROBLEMS = {
         "loss_mask_rle": [],
     },
     "assistant_masks[0]: expected 0 or 1; got 2": {"input_ids": [1], "assistant_masks": [2]},
-    "images: images and other media are not supported yet": {"messages": [USER], "images": ["a.png"]},
+    "videos: only images are supported, no other media": {"messages": [USER], "videos": ["a.mp4"]},
     "tools: expected a list of objects; got {'a': 1}": {"messages": [USER], "tools": {"a": 1}},
     "tools: expected JSON; got '{'": {"messages": [USER], "tools": "{"},
     "chat_template_kwargs: expected an object; got list": {"messages": [USER], "chat_template_kwargs": []},

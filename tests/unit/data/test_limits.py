@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from sglang_hs_capture.data.images import Image
 from sglang_hs_capture.data.limits import fitted, last_run
 from sglang_hs_capture.data.preparation import LossOn, Overflow, Preparation
 from sglang_hs_capture.data.records import Excluded, Exclusion, InputProblem, Sample
@@ -77,3 +78,26 @@ def test_rows_tokenised_before_are_limited_too():
     [cut] = SamplePreparer(preparation=Preparation(max_length=3)).prepare(row)
     assert (cut.loss_mask.tolist(), cut.cut) == ([1, 0, 1], 1)
     assert row.loss_mask.tolist() == [1, 0, 1, 1]
+
+
+IMAGE = Image("sha256:a", data=b"a", nbytes=1)
+
+
+@pytest.mark.parametrize(
+    ("ids", "overflow", "kept"),
+    [
+        ([9, 1, 2, 3], Overflow.TRUNCATE_RIGHT, [9, 1, 2]),
+        ([1, 2, 9, 3], Overflow.TRUNCATE_LEFT, [2, 9, 3]),
+        ([1, 2, 3, 9], Overflow.TRUNCATE_RIGHT, None),
+        ([9, 1, 2, 3], Overflow.TRUNCATE_LEFT, None),
+    ],
+)
+def test_no_image_is_cut_off(ids, overflow, kept):
+    row = Sample("x", "f:1", np.array(ids), np.array([1] * 4, dtype=np.uint8), (IMAGE,))
+    preparation = Preparation(max_length=3, overflow=overflow)
+    [result] = SamplePreparer(preparation=preparation, media_token=9).prepare(row)
+    if kept is None:
+        assert result == Excluded("f:1", Exclusion.IMAGE_CUT_OFF, "x")
+    else:
+        assert (result.input_ids.tolist(), result.images, result.cut) == (kept, (IMAGE,), 1)
+        assert result.loss_mask.tolist() == [int(token != 9) for token in kept]

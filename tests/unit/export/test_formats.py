@@ -337,3 +337,25 @@ def test_a_verifier_that_is_another_model(plain: Path, tmp_path: Path, model: Pa
     with pytest.raises(DatasetMismatchError, match="captured from a model with the config c0ffee"):
         export(plain, tmp_path / "out", "eagle-pt", verifier=model)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("layout", Format)
+def test_a_sample_with_an_image_has_placeholders_and_no_loss_there(tmp_path: Path, layout: Format) -> None:
+    made.add_image(made.make(tmp_path / "dataset"), "image")
+    out = tmp_path / "out"
+    assert export(tmp_path / "dataset", out, layout.value).samples == len(made.PROMPTS) + 2
+    dataset = HiddenStateDataset(tmp_path / "dataset")
+    items = {item["id"]: item for item in dataset}
+    assert items["image"]["input_ids"].tolist() == [41, 99, 99, 99, 42, 43]
+    assert items["image"]["loss_mask"].tolist() == [0, 0, 0, 0, 1, 1]
+    found = []
+    for path in out.rglob("*"):
+        if path.suffix in (".pt", ".ckpt") and path.name.removesuffix(path.suffix) != "token_freq":
+            found.append(load(path))
+        elif path.suffix == ".safetensors":
+            found.append(load_file(path))
+    names = ("input_ids", "token_ids")
+    [exported] = [item for item in found if any(99 in item[name].tolist() for name in names if name in item)]
+    assert next(exported[name] for name in names if name in exported).tolist() == [41, 99, 99, 99, 42, 43]
+    if "loss_mask" in exported:
+        assert exported["loss_mask"].tolist() == [0, 0, 0, 0, 1, 1]

@@ -16,6 +16,7 @@ from sglang_hs_capture.platform.srt_cpu import CaptureCpuPlatform
 def server_args(**given: Any) -> SimpleNamespace:
     """SGLang's arguments as far as the platform looks at them, with SGLang's defaults."""
     unset = {"max_total_tokens": None, "max_running_requests": None, "enable_multimodal": None, "dtype": "auto"}
+    unset |= {"mm_attention_backend": None}
     ranks = {"tp_size": 1, "pp_size": 1, "enable_dp_attention": False}
     return SimpleNamespace(**{**unset, **ranks, "attention_backend": None, "sleep_on_idle": False, **given})
 
@@ -32,12 +33,14 @@ def test_what_was_not_given_is_filled_in() -> None:
     args = server_args()
     CaptureCpuPlatform().apply_server_args_defaults(args)
     assert (args.dtype, args.attention_backend, args.enable_multimodal) == ("float32", "torch_native", False)
+    assert args.mm_attention_backend == "sdpa"
     assert (args.max_total_tokens, args.max_running_requests, args.sleep_on_idle) == (65536, 64, True)
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ
 
 
 def test_what_was_given_is_kept() -> None:
     given = {"dtype": "bfloat16", "max_total_tokens": 100, "max_running_requests": 2, "enable_multimodal": True}
+    given["mm_attention_backend"] = "triton_attn"
     args = server_args(**given)
     CaptureCpuPlatform().apply_server_args_defaults(args)
     assert {name: getattr(args, name) for name in given} == given

@@ -18,7 +18,7 @@ from sglang_hs_capture.reader import dataset as dataset_module
 from sglang_hs_capture.reader.dequantize import dequantize
 from sglang_hs_capture.store.hashing import end_hash, prefix_hashes
 from sglang_hs_capture.store.requests import RequestLedger, RequestRecord
-from sglang_hs_capture.store.schema import DatasetInfo, make_rid, sample_key
+from sglang_hs_capture.store.schema import DatasetInfo, Media, make_rid, rle_encode, sample_key
 from sglang_hs_capture.store.writer import StoreWriter
 
 SHARD = Path("shards") / "dp0-pp0-000000.safetensors"
@@ -289,3 +289,49 @@ def test_the_package_exports_it() -> None:
     assert "HiddenStateDataset" in sglang_hs_capture.__all__
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         sglang_hs_capture.nothing  # noqa: B018
+
+
+IMAGE_TOKENS = [1, 2, 10**15, 10**16, 10**15, 3, 4]
+IMAGES = Media(((2, 3),), 99, end_hash([1, 2, 99, 3, 4]))
+
+
+def capture_images(directory: Path, media: Media = IMAGES) -> StoreWriter:
+    """Three samples without images, one with an image asked for, and one that was sent by hand."""
+    store = capture(directory)
+    images = ("sha256:a",)
+    with RequestLedger.open(directory) as ledger:
+        key, mask = sample_key("asked", images), tuple(rle_encode([0, 1, 0, 1, 1]))
+        ledger.append(RequestRecord("asked", key, 5, IMAGES.prompt_hash, mask, "f:1", images))
+    for rid in (make_rid("hs-", key, 0, IMAGES.prompt_hash), "hs-by-hand"):
+        extents, end = append_tokens(store, IMAGE_TOKENS)
+        store.add_sample(rid, len(IMAGE_TOKENS), extents, end, media)
+    store.close()
+    return store
+
+
+def test_positions_of_images_are_marked_and_carry_no_loss(tmp_path):
+    capture_images(tmp_path)
+    items = {item["id"]: item for item in HiddenStateDataset(tmp_path)}
+    assert set(items) == {*PROMPTS, "asked", "hs-by-hand"}
+    for id in ("asked", "hs-by-hand"):
+        assert items[id]["input_ids"].tolist() == [1, 2, 99, 99, 99, 3, 4]
+        assert items[id]["modality_mask"].tolist() == [0, 0, 1, 1, 1, 0, 0]
+        assert items[id]["modality_mask"].dtype == torch.int64
+    assert items["asked"]["loss_mask"].tolist() == [0, 1, 0, 0, 0, 1, 1]
+    assert items["hs-by-hand"]["loss_mask"].tolist() == [1, 1, 0, 0, 0, 1, 1]
+    # Every item has the same keys, so that they can be put into one batch.
+    assert items["a"]["modality_mask"].tolist() == [0, 0, 0]
+
+
+def test_a_dataset_without_images_has_no_modality_mask(tmp_path):
+    capture(tmp_path)
+    assert all("modality_mask" not in item for item in HiddenStateDataset(tmp_path))
+
+
+def test_images_at_other_positions_than_the_rows_are_noticed(tmp_path):
+    capture_images(tmp_path, Media(((2, 2),), 99, IMAGES.prompt_hash))
+    dataset = HiddenStateDataset(tmp_path)
+    place = [sample.id for sample in dataset.samples].index("hs-by-hand")
+    with pytest.raises(CorruptionError, match="without its images' positions the stored tokens are not those"):
+        dataset[place]
+    assert HiddenStateDataset(tmp_path, check=False)[place]["modality_mask"].sum() == 2

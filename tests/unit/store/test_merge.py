@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import exported_dataset
 import pytest
 import torch
 from faulty_disk import FaultyOS, KillAt, disk
@@ -249,6 +250,17 @@ def test_nobody_is_said_to_capture_into_a_merged_dataset(tmp_path):
         ("dp0-pp0", "closed"),
         ("dp1-pp0", "closed"),
     ]
+
+
+def test_samples_with_images_stay_what_they_are(tmp_path):
+    sources = [exported_dataset.make(tmp_path / name, by_hand=False) for name in ("a", "b")]
+    media = exported_dataset.add_image(sources[0], "image")
+    exported_dataset.add_image(sources[1], "another")
+    assert merge(tmp_path / "out", sources).samples == len(exported_dataset.PROMPTS) + 2
+    assert_joined(tmp_path / "out", *sources)
+    entries = {sample.id: sample for sample in load_index(tmp_path / "out").samples}
+    assert entries["image"].media == entries["another"].media == media
+    assert load_index(tmp_path / "out").requested["image"].images == ("sha256:a",)
 
 
 @pytest.fixture

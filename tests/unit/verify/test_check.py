@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import made_dataset as made
@@ -13,12 +14,12 @@ import pytest
 from made_dataset import HIDDEN, JOURNAL, LENGTHS
 
 from sglang_hs_capture.errors import StoreError
-from sglang_hs_capture.store.hashing import prefix_hashes
+from sglang_hs_capture.store.hashing import end_hash, prefix_hashes
 from sglang_hs_capture.store.index import load_index
 from sglang_hs_capture.store.jsonfile import read_object, write_object
 from sglang_hs_capture.store.known_answers import KNOWN_ANSWERS_FILE
 from sglang_hs_capture.store.requests import LEDGER_FILE, DroppedRecord, RequestLedger, RequestRecord
-from sglang_hs_capture.store.schema import rle_encode, sample_key
+from sglang_hs_capture.store.schema import Media, make_rid, rle_encode, sample_key
 from sglang_hs_capture.store.session import SessionRecord, write_session
 from sglang_hs_capture.store.writer import StoreWriter
 from sglang_hs_capture.verify import check as check_module
@@ -694,3 +695,40 @@ def test_a_flipped_scale_of_float8_states_is_found(tmp_path):
     assert not result.sound
     (finding,) = found(result, "checksum")
     assert "the scales of rows" in finding.what
+
+
+def with_images(directory: Path, media: Media, asked: tuple[int, ...] = (1, 2, 99, 3)) -> None:
+    """A dataset of one sample with an image of three positions."""
+    tokens, images = np.array([1, 2, 10**15, 10**16, 10**15, 3]), ("sha256:a",)
+    store = made.open_store(directory, "bfloat16")
+    key, prompt_hash = sample_key("a", images), end_hash(np.array(asked))
+    with RequestLedger.open(directory) as ledger:
+        ledger.append(RequestRecord("a", key, 4, prompt_hash, (1, 3), "f:1", images))
+    hashes = prefix_hashes(tokens, 0, 0)
+    data = made.to_bytes(made.states_of(tokens), "bfloat16")
+    extents = store.append(data, tokens, np.arange(6), hashes)
+    store.add_sample(make_rid("hs-", key, 0, prompt_hash), 6, extents, int(hashes[-1]), media)
+    store.close()
+    made.write_norm(directory)
+
+
+IMAGE = Media(((2, 3),), 99, end_hash(np.array([1, 2, 99, 3])))
+
+
+def test_a_sample_with_images_is_sound(tmp_path):
+    with_images(tmp_path, IMAGE)
+    assert kinds(check(tmp_path)) == set()
+
+
+def test_images_at_other_positions_than_the_rows_are_found(tmp_path):
+    with_images(tmp_path, replace(IMAGE, runs=((2, 2),), prompt_hash=end_hash(np.array([1, 2, 99, 3]))))
+    result = check(tmp_path)
+    assert kinds(result) == {"tokens", "other-tokens"}
+    assert "with a placeholder for each image its stored tokens have the hash" in found(result, "tokens")[0].what
+
+
+def test_a_sample_of_another_text_around_its_image_is_found(tmp_path):
+    with_images(tmp_path, IMAGE, asked=(1, 2, 99, 4))
+    result = check(tmp_path)
+    assert kinds(result) == {"other-tokens"}
+    assert "4 tokens, 1 of them images, with the hash" in found(result, "other-tokens")[0].what

@@ -3,8 +3,9 @@
 import json
 import time
 from collections.abc import Callable
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from sglang_hs_capture.writing.committer import Committer
 from sglang_hs_capture.writing.plan import BatchHeader
 
 HIDDEN, COLUMNS = 4, 2
+PAD = 99
 
 
 TORCH_DTYPES = {"float32": torch.float32, "float8_e4m3": torch.float8_e4m3fn}
@@ -77,10 +79,12 @@ class Engine:
             wrap(self.store),
             commit_interval_s=0.02,
             placeholder=[0],
+            media_token=PAD,
             on_commit=self.commits.append,
             on_error=self.errors.append,
         )
         self.slots: dict[str, list[int]] = {}
+        self.images: dict[str, Any] = {}
         self.next_slot = 1
         self.prefills = 0
 
@@ -115,6 +119,7 @@ class Engine:
             slots=torch.tensor(slots),
             prompt_lens=torch.tensor([len(p[1]) for p in parts]),
             req_pool_indices=torch.arange(len(parts)),
+            mm_inputs=[self.images.get(p[0]) for p in parts] if self.images else None,
         )
         plan = plan_rows(batch, "hs-")
         if plan is None:
@@ -494,3 +499,68 @@ def test_a_lender_that_never_ends_is_not_waited_for_long(tmp_path, monkeypatch):
     failed = [r for r in journal(tmp_path) if r["t"] == "failed"]
     assert [(r["rid"], r["reason"]) for r in failed] == [(follower, "incomplete")]
     assert read_samples(tmp_path) == {}
+
+
+def image_prompt(image: int) -> tuple[list[int], Any]:
+    """A prompt of 12 tokens whose positions 3 to 7 are an image, and what SGLang has of it: ids in turn."""
+    ids = (image, image + 1)
+    item = SimpleNamespace(padding_values=lambda: ids, offsets=[(3, 7)])
+    return [5, 6, 7, *(ids[i % 2] for i in range(5)), 8, 9, 10, 11], SimpleNamespace(mm_items=[item])
+
+
+IMAGE_TEXT = [5, 6, 7, PAD, 8, 9, 10, 11]
+
+
+def image_rid(name: str) -> str:
+    return make_rid("hs-", sample_key(name), 0, end_hash(IMAGE_TEXT))
+
+
+@pytest.mark.parametrize("cuts", [[0, 12], [0, 2, 12], [0, 5, 9, 12]])
+def test_a_prompt_with_an_image_is_proven_by_its_text(tmp_path, cuts):
+    engine, rid = Engine(tmp_path), image_rid("a")
+    prompt, engine.images[rid] = image_prompt(10**15)
+    for start, end in pairwise(cuts):
+        engine.forward([("x", [1], 0, 1), (rid, prompt, start, end)])
+    engine.finish()
+    [sample] = [record for record in journal(tmp_path) if record["t"] == "sample"]
+    assert sample["media"] == {"runs": [[3, 5]], "token": PAD, "prompt_hash": f"{end_hash(IMAGE_TEXT):016x}"}
+    assert sample["end_hash"] == f"{end_hash(prompt):016x}"
+    assert read_samples(tmp_path, "input_ids")[rid].tolist() == prompt
+
+
+def test_rows_of_another_image_in_the_same_text_are_not_linked(tmp_path):
+    """A slot that was rewritten unseen: the text's hash agrees, and the rows are another image's."""
+    engine, own, same, other = Engine(tmp_path), image_rid("own"), image_rid("same"), image_rid("other")
+    prompt, engine.images[own] = image_prompt(10**15)
+    engine.forward([(own, prompt, 0, 12)])
+    _, engine.images[same] = image_prompt(10**15)
+    engine.slots[same] = engine.slots[own][:9]
+    engine.forward([(same, prompt, 9, 12)])
+    different, engine.images[other] = image_prompt(10**16)
+    engine.slots[other] = engine.slots[own][:9]
+    engine.forward([(other, different, 9, 12)])
+    engine.finish()
+    assert set(read_samples(tmp_path)) == {own, same}
+    assert torch.equal(read_samples(tmp_path)[same], Engine.states(prompt))
+    [failed] = [record for record in journal(tmp_path) if record["t"] == "failed"]
+    assert failed["rid"] == other
+    assert failed["reason"] == "incomplete"
+    assert "computed from another image" in failed["detail"]
+
+
+def test_another_text_with_the_same_image_is_not_acknowledged(tmp_path):
+    engine, rid = Engine(tmp_path), make_rid("hs-", sample_key("a"), 0, end_hash([*IMAGE_TEXT[:-1], 12]))
+    prompt, engine.images[rid] = image_prompt(10**15)
+    engine.forward([(rid, prompt, 0, 12)])
+    engine.finish()
+    assert [record["reason"] for record in journal(tmp_path) if record["t"] == "failed"] == ["incomplete"]
+    assert not read_samples(tmp_path)
+
+
+def test_a_request_with_an_image_sent_by_hand_says_where_it_is(tmp_path):
+    engine = Engine(tmp_path)
+    prompt, engine.images["hs-by-hand"] = image_prompt(10**15)
+    engine.forward([("hs-by-hand", prompt, 0, 12)])
+    engine.finish()
+    [sample] = [record for record in journal(tmp_path) if record["t"] == "sample"]
+    assert sample["media"]["runs"] == [[3, 5]]

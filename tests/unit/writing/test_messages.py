@@ -17,11 +17,13 @@ from sglang_hs_capture.writing.messages import (
     decode,
     encode,
 )
-from sglang_hs_capture.writing.plan import BatchHeader, KeptRequest, RowPlan
+from sglang_hs_capture.writing.plan import BatchHeader, ImageSpan, KeptRequest, RowPlan
 
-REQUESTS = (KeptRequest("hs-\ud800\n\0", 0, 5, 7, 9, 11), KeptRequest("hs-é", 3, 0, 1, 20, 18))
+IMAGES = (ImageSpan(2, 5, (2**62 + 1, 1_000_000)), ImageSpan(9, 1, (3_000_000,)))
+REQUESTS = (KeptRequest("hs-\ud800\n\0", 0, 5, 7, 9, 11), KeptRequest("hs-é", 3, 0, 1, 20, 18, IMAGES))
 MESSAGES = [
-    Setup({"a": 1}, {"b": [2]}, {"c": None}, ["boundary:1"], [0], "m"),
+    Setup({"a": 1}, {"b": [2]}, {"c": None}, ["boundary:1"], [0], "m", None),
+    Setup({}, {}, {}, [], [0], "m", 163605),
     BatchHeader(3, RowPlan(REQUESTS, 8), 21, 4),
     BatchHeader(4, RowPlan((), 0), 0, 0),
     PieceNotice("rows", 2**40, Span(0, 4096, 2**50)),
