@@ -80,7 +80,7 @@ def arguments(user: str, names: Iterable[str], without: str = "") -> list[Need]:
 def server_arguments() -> list[Need]:
     """The settings that guards and launch read."""
     checked = (
-        "model_path device chunked_prefill_size max_prefill_tokens disable_radix_cache enable_hierarchical_cache "
+        "model_path chunked_prefill_size max_prefill_tokens disable_radix_cache enable_hierarchical_cache "
         "enable_mixed_chunk enable_two_batch_overlap attn_cp_size dcp_size speculative_algorithm enable_lora "
         "lora_paths enable_pdmux disaggregation_mode enable_dp_attention dp_size"
     )

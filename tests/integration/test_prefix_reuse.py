@@ -38,11 +38,11 @@ def flags(output: Path, *more: str) -> list[str]:
 ENVIRONMENT = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_hs_capture.models"}
 
 
-def run(server: Server, data: Path, output: Path) -> dict[str, Any]:
+def run(server: Server, data: Path, output: Path, *more: str) -> dict[str, Any]:
     """``hs-capture run`` on a running server; returns its summary."""
     summary = data.with_suffix(f".{output.name}.json")
     command = [sys.executable, "-m", "sglang_hs_capture.cli.main", "run", "--server", server.url, "--data", str(data)]
-    command += ["--output", str(output), "--json-summary", str(summary)]
+    command += ["--output", str(output), "--json-summary", str(summary), *more]
     ended = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=900, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found: dict[str, Any] = json.loads(summary.read_text())
@@ -184,14 +184,16 @@ def test_a_slot_that_decode_rewrote_is_noticed_and_the_sample_captured_again(
     server.flush_cache()
     answer = server.generate(stem, rid="other", max_new_tokens=20)["output_ids"]
     new = {"new": [*stem, *answer[:15], *(generator.randrange(5, VOCAB) for _ in range(10))]}
-    summary = run(server, write(base / "new.jsonl", new), base / "dataset")
+    # A prompt that the engine is asked about is computed anew from there on, and meets no stale slot.
+    data = write(base / "new.jsonl", new)
+    summary = run(server, data, base / "dataset", "--known-answers", "0")
     assert (summary["captured"], summary["resent"]) == (1, 1)
     records = map(json.loads, (base / "dataset" / "journal-dp0-pp0.jsonl").read_text().splitlines())
     details = [record["detail"] for record in records if record["t"] == "failed"]
     assert len(details) == 1
     assert "another prompt" in details[0]
     plain = start_server(deepseek_checkpoint, *flags(base / "plain", "--disable-radix-cache"), env=ENVIRONMENT)
-    run(plain, base / "new.jsonl", base / "plain")
+    run(plain, data, base / "plain")
     assert largest_error(base / "dataset", base / "plain", {"new"}) <= TOLERANCE
 
 

@@ -90,7 +90,7 @@ def tokens(index: int) -> list[int]:
 
 def row(index: int) -> str:
     ids = tokens(index)
-    return json.dumps({"id": f"sample-{index}", "input_ids": ids, "loss_mask": [i % 2 for i in range(len(ids))]})
+    return json.dumps({"id": f"sample-{index}", "input_ids": ids, "loss_mask": [(i + 1) % 2 for i in range(len(ids))]})
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +172,7 @@ def test_every_sample_is_right_after_all_that(interrupted, deepseek_checkpoint):
     for index in range(60):
         sample = dataset[index]
         assert sample["input_ids"].tolist() == tokens(index)
-        assert sample["loss_mask"].tolist() == [i % 2 for i in range(len(tokens(index)))]
+        assert sample["loss_mask"].tolist() == [(i + 1) % 2 for i in range(len(tokens(index)))]
     for index in range(0, 60, 7):
         sample = dataset[index]
         expected = reference_states(deepseek_checkpoint, sample["input_ids"], (0, 4, 7), Final.BOTH)
