@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -83,6 +84,18 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def quiet_port() -> int:
+    """A TCP port that nothing listens on, with none of those near it ever given out by the system.
+
+    With several data-parallel ranks SGLang takes ports near its own, which it does not choose again if one is in use.
+    """
+    while True:
+        port = random.randrange(20000, 30000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from sglang_hs_capture.layers import Final
 from sglang_hs_capture.store.identity import read_info
 from sglang_hs_capture.store.session import read_sessions
 from sglang_hs_capture.verify.parity import reference_states
+from tests.integration.conftest import quiet_port
 
 pytestmark = pytest.mark.engine
 
@@ -107,9 +108,12 @@ def test_stages_of_a_pipeline_store_their_own_columns_and_samples_are_whole(
     assert account["bytes"] == account["rows"] * 6 * 192 * 4
 
 
+DP_ATTENTION = ("--tp-size", "2", "--enable-dp-attention", "--dp-size", "2")
+
+
 def test_ranks_of_dp_attention_store_the_rows_of_their_own_requests(deepseek_checkpoint: Path, tmp_path: Path):
     """Their batches are as long as the longest one's, and some ranks idle: nothing of that is stored."""
-    dataset = run(deepseek_checkpoint, tmp_path, "--tp-size", "2", "--enable-dp-attention", "--dp-size", "2")
+    dataset = run(deepseek_checkpoint, tmp_path, *DP_ATTENTION, "--port", str(quiet_port()))
     sessions = read_sessions(dataset)
     assert [record.writer for record in sessions] == ["dp0-pp0", "dp1-pp0"]
     assert all(record.counters.samples > 0 for record in sessions), "one of the ranks had nothing to do"
@@ -124,7 +128,7 @@ def test_ranks_of_dp_attention_store_the_rows_of_their_own_requests(deepseek_che
 
 @pytest.mark.slow
 def test_replicas_of_one_server_write_apart_into_one_dataset(deepseek_checkpoint: Path, tmp_path: Path):
-    dataset = run(deepseek_checkpoint, tmp_path, "--dp-size", "2")
+    dataset = run(deepseek_checkpoint, tmp_path, "--dp-size", "2", "--port", str(quiet_port()))
     sessions = read_sessions(dataset)
     assert [record.writer for record in sessions] == ["dp0-pp0", "dp1-pp0"]
     assert all(record.counters.samples > 0 for record in sessions), "one of the replicas had nothing to do"
