@@ -275,14 +275,16 @@ Plant = Callable[[Copy, Reference], None]
 
 
 def pair(copy: Copy) -> tuple[SampleEntry, SampleEntry]:
-    """Two samples with known answers, none of whose rows are each other's; the first is no longer than the other."""
+    """Two samples with known answers that begin differently, without a row in common; the first is the shorter one."""
     answered = {answer.id for answer in load_known_answers(copy.directory)}
     mine = sorted((sample for sample in copy.samples if sample.id in answered), key=lambda sample: sample.length)
     for first in mine:
         for second in mine[mine.index(first) + 1 :]:
-            if first.length > 4 and not set(_rows(first)) & set(_rows(second)):
+            apart = first.length > 4 and not set(_rows(first)) & set(_rows(second))
+            half = first.length // 2
+            if apart and copy.tokens(first)[:half] != copy.tokens(second)[:half]:
                 return first, second
-    raise ValueError("no two samples have known answers and no rows in common; --samples stores each prefix apart")
+    raise ValueError("no two samples have known answers, other beginnings and no rows in common: give more --samples")
 
 
 def _rows(sample: SampleEntry) -> Iterator[tuple[int, int]]:
