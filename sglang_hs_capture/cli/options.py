@@ -11,9 +11,10 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from sglang_hs_capture.config import DEFAULT_RID_PREFIX, GIB, CaptureConfig
-from sglang_hs_capture.data.preparation import LossOn, Overflow, SplitTurns
+from sglang_hs_capture.data.preparation import LossOn, Overflow, Preparation, SplitTurns
 from sglang_hs_capture.driver.device import Device
 from sglang_hs_capture.driver.intake import OnBadInput
+from sglang_hs_capture.driver.source import Source, default_workers, parse_template_kwargs
 from sglang_hs_capture.errors import ConfigError
 from sglang_hs_capture.layers import Final, parse_layers
 
@@ -173,30 +174,83 @@ def total_of(rows: int | None, limit: int | None) -> int | None:
     return min((number for number in (rows, limit) if number is not None), default=None)
 
 
-def with_capture_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the fields of ``CaptureOptions`` as options of its own.
+@dataclass(frozen=True, kw_only=True)
+class InputOptions:
+    """The options that say how conversations become samples."""
+
+    tokenizer: TokenizerOption = None
+    chat_template: ChatTemplateOption = None
+    chat_template_kwargs: ChatTemplateKwargsOption = None
+    trust_remote_code: TrustOption = False
+    split_turns: SplitTurnsOption = SplitTurns.AUTO
+    loss_on: LossOnOption = LossOn.ALL
+    keep_untrained: KeepUntrainedOption = False
+    max_length: MaxLengthOption = None
+    overflow: OverflowOption = Overflow.TRUNCATE_RIGHT
+    shuffle_seed: ShuffleSeedOption = None
+    workers: WorkersOption = None
+
+    def source(self, data: list[Path], model: str | None, *, share: int) -> Source:
+        """What these files give.
+
+        Args:
+            data: files, folders and patterns.
+            model: its tokenizer is taken if no other one is named.
+            share: by default one of so many processors tokenises.
+
+        Raises:
+            ConfigError: one of the options is not usable.
+        """
+        return Source(
+            paths=data,
+            tokenizer=self.tokenizer or model or "",
+            chat_template=self.chat_template,
+            preparation=Preparation(
+                template_kwargs=parse_template_kwargs(self.chat_template_kwargs),
+                split_turns=self.split_turns,
+                loss_on=self.loss_on,
+                max_length=self.max_length,
+                overflow=self.overflow,
+                keep_untrained=self.keep_untrained,
+            ),
+            trust_remote_code=self.trust_remote_code,
+            shuffle_seed=self.shuffle_seed,
+            workers=self.workers or default_workers(share=share),
+        )
+
+
+def with_options(**groups: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the fields of dataclasses, such as ``CaptureOptions``, as options of its own.
 
     Typer makes options of a function's parameters, one each. So the function that it sees has a parameter for each
-    field, where ``command`` has one keyword-only parameter named ``capture`` that takes them together.
+    field, where the command has one keyword-only parameter of each group's name that takes them together.
     """
-    hints = get_type_hints(CaptureOptions, include_extras=True)
-    shared = [
-        inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
-        )
-        for field in fields(CaptureOptions)
-    ]
+    shared: dict[str, list[inspect.Parameter]] = {}
+    for name, group in groups.items():
+        hints = get_type_hints(group, include_extras=True)
+        shared[name] = [
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+            )
+            for field in fields(group)
+        ]
 
-    @wraps(command)
-    def spread(*args: Any, **given: Any) -> None:
-        chosen = CaptureOptions(**{parameter.name: given.pop(parameter.name) for parameter in shared})
-        command(*args, capture=chosen, **given)
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def spread(*args: Any, **given: Any) -> None:
+            chosen = {
+                name: group(**{parameter.name: given.pop(parameter.name) for parameter in shared[name]})
+                for name, group in groups.items()
+            }
+            command(*args, **chosen, **given)
 
-    parameters: list[inspect.Parameter] = []
-    for parameter in inspect.signature(command).parameters.values():
-        parameters += shared if parameter.name == "capture" else [parameter]
-    vars(spread)["__signature__"] = inspect.Signature(parameters)
-    return spread
+        parameters: list[inspect.Parameter] = []
+        for parameter in inspect.signature(command).parameters.values():
+            parameters += shared.get(parameter.name, [parameter])
+        vars(spread)["__signature__"] = inspect.Signature(parameters)
+        return spread
+
+    return decorate
 
 
 def refuse_given(ctx: typer.Context, names: tuple[str, ...], why: str) -> None:

@@ -20,7 +20,7 @@ from sglang_hs_capture.model_config import CAPTURE_CLASSES, ModelConfig, load_mo
 CONFIG_FILE = "config.json"
 
 
-@options.with_capture_options
+@options.with_options(capture=options.CaptureOptions)
 def prepare(
     model: Annotated[Path, typer.Argument(help="The model's directory.")],
     out: Annotated[Path, typer.Argument(help="The directory to make; it must not exist, or be empty.")],

@@ -9,15 +9,15 @@ from rich.console import Console
 from sglang_hs_capture.cli import options
 from sglang_hs_capture.cli.check_view import make_check_view
 from sglang_hs_capture.cli.mask_view import Decode, print_samples
-from sglang_hs_capture.data.preparation import LossOn, Overflow, Preparation, SplitTurns
 from sglang_hs_capture.driver.check import find_model
 from sglang_hs_capture.driver.intake import OnBadInput
 from sglang_hs_capture.driver.make_set import SetSettings, make_set
-from sglang_hs_capture.driver.source import Source, count_samples, default_workers, parse_template_kwargs
+from sglang_hs_capture.driver.source import count_samples
 
 DEFAULT_SHOWN = 3
 
 
+@options.with_options(given=options.InputOptions)
 def prepare_data(
     ctx: typer.Context,
     out: Annotated[Path, typer.Argument(help="The folder to make; it must not exist, or be empty.")],
@@ -27,44 +27,19 @@ def prepare_data(
         str | None,
         typer.Option(help="The model that is to be captured: its tokenizer, its context and its vocabulary."),
     ] = None,
-    tokenizer: options.TokenizerOption = None,
-    chat_template: options.ChatTemplateOption = None,
-    chat_template_kwargs: options.ChatTemplateKwargsOption = None,
-    trust_remote_code: options.TrustOption = False,
+    given: options.InputOptions,
     on_bad_input: options.OnBadInputOption = OnBadInput.STOP,
-    split_turns: options.SplitTurnsOption = SplitTurns.AUTO,
-    loss_on: options.LossOnOption = LossOn.ALL,
-    keep_untrained: options.KeepUntrainedOption = False,
-    max_length: options.MaxLengthOption = None,
-    overflow: options.OverflowOption = Overflow.TRUNCATE_RIGHT,
     limit: options.LimitOption = None,
-    shuffle_seed: options.ShuffleSeedOption = None,
-    workers: options.WorkersOption = None,
     show: Annotated[int, typer.Option(min=0, help="Show so many samples with their loss mask.")] = DEFAULT_SHOWN,
 ) -> None:
     """Tokenise conversations, and show what is trained on.
 
     Every line is looked at, and no engine is started. The folder holds Parquet files that run takes as --data.
     """
-    if max_length is None:
+    if given.max_length is None:
         options.refuse_given(ctx, ("overflow",), options.OVERFLOW_ALONE)
     config = find_model(model) if model else None
-    source = Source(
-        paths=data,
-        tokenizer=tokenizer or model or "",
-        chat_template=chat_template,
-        preparation=Preparation(
-            template_kwargs=parse_template_kwargs(chat_template_kwargs),
-            split_turns=split_turns,
-            loss_on=loss_on,
-            max_length=max_length,
-            overflow=overflow,
-            keep_untrained=keep_untrained,
-        ),
-        trust_remote_code=trust_remote_code,
-        shuffle_seed=shuffle_seed,
-        workers=workers or default_workers(share=1),
-    )
+    source = given.source(data, model, share=1)
     preparer = source.preparer(config.media_token if config else None)
     items = source.samples(
         max_length=config.context_length if config else None,
@@ -84,7 +59,7 @@ def prepare_data(
                 "tokenizer": source.tokenizer or None,
                 **describe_tokenizer(used),
                 **source.preparation.to_json(),
-                "shuffle_seed": shuffle_seed,
+                "shuffle_seed": given.shuffle_seed,
                 **account.to_json(),
             }
         )

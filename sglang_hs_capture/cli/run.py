@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from sglang_hs_capture.cli import options
-from sglang_hs_capture.data.preparation import LossOn, Overflow, Preparation, SplitTurns
 from sglang_hs_capture.driver.delivery import DeliverySettings
 from sglang_hs_capture.driver.device import CPU_NOTICE, Device, use_cpu
 from sglang_hs_capture.driver.intake import OnBadInput
@@ -16,7 +15,7 @@ from sglang_hs_capture.driver.progress import make_view
 from sglang_hs_capture.driver.pump import PumpSettings
 from sglang_hs_capture.driver.regenerate import AnswerSettings
 from sglang_hs_capture.driver.run import KNOWN_ANSWERS, RunSettings
-from sglang_hs_capture.driver.source import Source, count_samples, default_workers, parse_template_kwargs
+from sglang_hs_capture.driver.source import count_samples
 from sglang_hs_capture.driver.start import Wanted, run_on_own_server, run_on_ray, run_on_running_servers, served_model
 from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.errors import ConfigError
@@ -29,7 +28,7 @@ RAY_ONLY = ("ray_address", "ray_engines", "ray_nodes", "ray_resources")
 OWN_SERVER_ONLY = ("rid_prefix", "ring_gb", "shard_gb", "min_free_gb", "replica", "device", "start_timeout")
 
 
-@options.with_capture_options
+@options.with_options(capture=options.CaptureOptions, given=options.InputOptions)
 def run(
     ctx: typer.Context,
     *,
@@ -41,8 +40,6 @@ def run(
     capture: options.CaptureOptions,
     on_bad_input: options.OnBadInputOption = OnBadInput.STOP,
     limit: options.LimitOption = None,
-    shuffle_seed: options.ShuffleSeedOption = None,
-    workers: options.WorkersOption = None,
     server: Annotated[
         list[str] | None,
         typer.Option(
@@ -59,15 +56,7 @@ def run(
             "server.",
         ),
     ] = KNOWN_ANSWERS,
-    split_turns: options.SplitTurnsOption = SplitTurns.AUTO,
-    loss_on: options.LossOnOption = LossOn.ALL,
-    keep_untrained: options.KeepUntrainedOption = False,
-    max_length: options.MaxLengthOption = None,
-    overflow: options.OverflowOption = Overflow.TRUNCATE_RIGHT,
-    tokenizer: options.TokenizerOption = None,
-    chat_template: options.ChatTemplateOption = None,
-    chat_template_kwargs: options.ChatTemplateKwargsOption = None,
-    trust_remote_code: options.TrustOption = False,
+    given: options.InputOptions,
     regenerate: Annotated[
         bool,
         typer.Option(
@@ -124,26 +113,12 @@ def run(
     )
     if json_summary is not None and not json_summary.absolute().parent.is_dir():
         raise ConfigError(f"--json-summary: {json_summary.absolute().parent} is not a directory")
-    _refuse_idle(ctx, max_length=max_length, regenerate=regenerate, ray=ray, server=bool(server))
+    _refuse_idle(ctx, max_length=given.max_length, regenerate=regenerate, ray=ray, server=bool(server))
     sglang_args: list[str] = ctx.obj or []
-    trust_remote_code = trust_remote_code or options.TRUST_FLAG in sglang_args
+    trust_remote_code = given.trust_remote_code or options.TRUST_FLAG in sglang_args
+    given = replace(given, trust_remote_code=trust_remote_code)
     answers = AnswerSettings(max_new_tokens, temperature, top_p) if regenerate else None
-    source = Source(
-        paths=data,
-        tokenizer=tokenizer or model or "",
-        chat_template=chat_template,
-        preparation=Preparation(
-            template_kwargs=parse_template_kwargs(chat_template_kwargs),
-            split_turns=split_turns,
-            loss_on=loss_on,
-            max_length=max_length,
-            overflow=overflow,
-            keep_untrained=keep_untrained,
-        ),
-        trust_remote_code=trust_remote_code,
-        shuffle_seed=shuffle_seed,
-        workers=workers or default_workers(share=4),
-    )
+    source = given.source(data, model, share=4)
     if server:
         wanted = Wanted(capture.layers, capture.final, capture.dtype.value if capture.dtype else None)
         if not source.tokenizer and (served := served_model(settings.output)):

@@ -12,7 +12,7 @@ from sglang_hs_capture.driver.device import Device, use_cpu
 from sglang_hs_capture.driver.launch import plan_server
 
 
-@options.with_capture_options
+@options.with_options(capture=options.CaptureOptions)
 def serve(
     ctx: typer.Context,
     *,
