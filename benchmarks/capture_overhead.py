@@ -6,6 +6,10 @@ nothing but the capture. A round with capture has two rates: until the last answ
 acknowledged. A ring that takes in a whole round makes the first one look good whatever the disk can do, so a last,
 longer phase, off and on, keeps the same number of prompts in flight without a break ("sustained").
 
+A server of several GPUs (``-- --tp-size 2``, or ``--pp-size``, or DP attention) is measured in the same way: a prompt
+is acknowledged when every stage of a pipeline has it on disk, and the ring's figure is that of the writer that waited
+most.
+
 Both servers get a KV cache of the same size, so that the device memory in use differs by what the capture takes. It is
 read after the warm-up, when both have run a full load, and once more at the end.
 
@@ -29,6 +33,7 @@ from typing import Any
 from benchmarks.load import (
     Timing,
     device_memory,
+    host_memory,
     machine,
     random_prompts,
     run_round,
@@ -43,7 +48,6 @@ from benchmarks.shapes import SHAPES, write_model
 from sglang_hs_capture.store.session import read_sessions
 
 OFF, ON, LISTS = "off", "on", "return_hidden_states"
-WRITER = "dp0-pp0"
 # Three boundaries and the final state, two bytes an element: the capture's defaults.
 STATES_BYTES = 4 * 2
 RESERVE_BYTES = 2**30
@@ -65,18 +69,31 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ring-gib", type=float, default=4.0)
     parser.add_argument("--cpu", action="store_true", help="run on the CPU platform, to try the script")
     parser.add_argument("--model", type=Path, help="a model directory in place of the shape, to try the script")
+    parser.add_argument("--label", help="name of what is measured in the results' names; default: the model's")
     parser.add_argument("sglang", nargs="*", help="further SGLang flags, after --")
     return parser.parse_args()
 
 
 @dataclass
 class Measured:
-    """What one server showed: its rounds by kind, the sustained phase, device memory, and what it says of its own."""
+    """What one server showed.
+
+    Attributes:
+        timings: of each round, by kind.
+        sustained: the same for the sustained phase.
+        warm_bytes: of device memory on all GPUs, after the warm-up; ``end_bytes`` at the end.
+        blocked_share: of the time of the rounds with capture, the part in which a forward waited for room in the ring;
+            None without any.
+        host_bytes: of host memory of the server that captures, at the end; with the ring, without the files.
+        server: what it says of its own memory.
+    """
 
     timings: dict[str, list[Timing]] = field(default_factory=dict)
     sustained: dict[str, Timing] = field(default_factory=dict)
     warm_bytes: int | None = None
     end_bytes: int | None = None
+    blocked_share: float | None = None
+    host_bytes: int | None = None
     server: dict[str, Any] = field(default_factory=dict)
 
 
@@ -85,7 +102,6 @@ class Load:
 
     def __init__(self, url: str, arguments: argparse.Namespace, vocab_size: int) -> None:
         self._url, self._arguments, self._vocab_size = url, arguments, vocab_size
-        self._journal = arguments.output / f"journal-{WRITER}.jsonl"
 
     def round(self, kind: str, number: int, times: int = 1) -> Timing:
         """Send one round, or several back to back; ``off`` and ``on`` of the same ``number`` have the same prompts."""
@@ -99,13 +115,22 @@ class Load:
             prompts,
             [f"{prefix}{kind}-{number}-{times}-{i}" for i in range(count)],
             in_flight=in_flight,
-            journal=self._journal if kind == ON else None,
+            dataset=a.output if kind == ON else None,
             **({"return_hidden_states": True} if kind == LISTS else {}),
         )
         remove_finished(a.output)
         acknowledged = f", {timing.acknowledged_rate:10.0f} to the last acknowledgement" if kind == ON else ""
         print(f"{kind:>20} {number:3}: {timing.rate:10.0f} tokens/s{acknowledged}", flush=True)
         return timing
+
+    def host_memory(self) -> int | None:
+        """Bytes of host memory of the server that captures; None without one."""
+        records = read_sessions(self._arguments.output)
+        return host_memory(records[0].pid) if records else None
+
+    def blocked(self) -> dict[str, float]:
+        """Seconds for which each writer's forwards waited for room in the ring so far."""
+        return {record.writer: record.counters.blocked_s for record in read_sessions(self._arguments.output)}
 
 
 def remove_finished(output: Path) -> None:
@@ -120,7 +145,7 @@ def measure(load: Load, url: str, kinds: Sequence[str], arguments: argparse.Name
     for kind in kinds:
         if kind != LISTS:
             load.round(kind, -1)  # the first prefill compiles kernels
-    found.warm_bytes = device_memory()
+    found.warm_bytes, blocked = device_memory(), load.blocked()
     for number in range(arguments.rounds):
         shift = number % len(kinds)
         for kind in (*kinds[shift:], *kinds[:shift]):
@@ -129,7 +154,10 @@ def measure(load: Load, url: str, kinds: Sequence[str], arguments: argparse.Name
         for kind in kinds:
             if kind != LISTS:
                 found.sustained[kind] = load.round(kind, 0, arguments.sustained_rounds)
-    found.end_bytes, found.server = device_memory(), server_memory(url)
+    found.end_bytes, found.host_bytes, found.server = device_memory(), load.host_memory(), server_memory(url)
+    if captured := [*found.timings.get(ON, []), *filter(None, [found.sustained.get(ON)])]:
+        waited = max(now - blocked.get(writer, 0.0) for writer, now in load.blocked().items())
+        found.blocked_share = waited / sum(t.acknowledged_s or t.answered_s for t in captured)
     return found
 
 
@@ -163,7 +191,12 @@ def build_report(arguments: argparse.Namespace, label: str, plugin: Measured, up
         }
         ratios["sustained, on / off, by acknowledgement"] = [captured.acknowledged_rate / without.rate]
     lags = [t.acknowledged_s - t.answered_s for t in on if t.acknowledged_s is not None]
-    figures: dict[str, float | None] = {"acknowledged after the last answer, median, s": statistics.median(lags)}
+    figures: dict[str, float | None] = {
+        "acknowledged after the last answer, median, s": statistics.median(lags),
+        "share of the time with capture for which the ring was full": plugin.blocked_share,
+        "device memory on all GPUs with capture, GB": _gigabytes(plugin.end_bytes),
+        "host memory with capture, GB": _gigabytes(plugin.host_bytes),
+    }
     if upstream is not None:
         figures |= {
             "extra device memory with capture, GB": _difference(plugin.warm_bytes, upstream.warm_bytes),
@@ -181,6 +214,10 @@ def build_report(arguments: argparse.Namespace, label: str, plugin: Measured, up
         figures=figures,
         details=details,
     )
+
+
+def _gigabytes(value: int | None) -> float | None:
+    return None if value is None else value / 1e9
 
 
 def _difference(more: int | None, less: int | None) -> float | None:
@@ -204,8 +241,12 @@ def check_room(arguments: argparse.Namespace, hidden_size: int) -> None:
         )
 
 
-def main() -> None:
-    arguments = parse_arguments()
+def measure_servers(arguments: argparse.Namespace, model: Path, label: str) -> Report:
+    """Serve the model as the arguments say, and measure.
+
+    Raises:
+        RuntimeError: a server did not start, or a request or a capture failed.
+    """
     shutil.rmtree(arguments.output, ignore_errors=True)
     arguments.output.mkdir(parents=True)
     capture = {
@@ -213,12 +254,11 @@ def main() -> None:
         "ring_bytes": int(arguments.ring_gib * 2**30),
         "min_free_bytes": 0,
     }
+    config = text_config(model)
+    check_room(arguments, config["hidden_size"])
     kinds = (OFF, ON, LISTS) if arguments.return_hidden_states_prompts else (OFF, ON)
     found: dict[str, Measured] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        model = arguments.model or write_model(Path(temporary, "model"), SHAPES[arguments.shape])
-        config = text_config(model)
-        check_room(arguments, config["hidden_size"])
         log = Path(os.environ.get("HS_BENCHMARK_LOG", str(Path(temporary, "server.log"))))
         for name in ("plugin",) if arguments.skip_upstream else ("upstream", "plugin"):
             flags, environment = server_flags(capture if name == "plugin" else None, cpu=arguments.cpu)
@@ -228,12 +268,24 @@ def main() -> None:
             with served(model, log, flags, environment) as url:
                 served_kinds = kinds if name == "plugin" else tuple(kind for kind in kinds if kind != ON)
                 found[name] = measure(Load(url, arguments, config["vocab_size"]), url, served_kinds, arguments)
-        (session,) = read_sessions(arguments.output)
-    label = arguments.model.name if arguments.model else arguments.shape
     report = build_report(arguments, label, found["plugin"], found.get("upstream"))
-    report.details["session_counters"] = vars(session.counters)
+    sessions = read_sessions(arguments.output)
+    report.details["session_counters"] = {record.writer: vars(record.counters) for record in sessions}
+    return report
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    with tempfile.TemporaryDirectory() as temporary:
+        model = arguments.model or write_model(Path(temporary, "model"), SHAPES[arguments.shape])
+        report = measure_servers(arguments, model, arguments.label or model_label(arguments))
     report.write(arguments.results)
     print(report.markdown())
+
+
+def model_label(arguments: argparse.Namespace) -> str:
+    """The name of what is measured, in the results and their files' names."""
+    return str(arguments.model.name if arguments.model else arguments.shape)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -22,7 +23,8 @@ from typing import Any
 
 import aiohttp
 
-from sglang_hs_capture.store.journal import JournalTail
+from sglang_hs_capture.driver.watch import JournalWatch
+from sglang_hs_capture.store.schema import FailureRecord
 
 START_TIMEOUT_S = 420.0
 # Without any acknowledgement for so long, a round has failed.
@@ -145,10 +147,10 @@ def run_round(
     *,
     max_new_tokens: int = 0,
     in_flight: int | None = None,
-    journal: Path | None = None,
+    dataset: Path | None = None,
     **fields: Any,
 ) -> Timing:
-    """Send prompts, time the answers, and with ``journal`` also wait until all are acknowledged there.
+    """Send prompts, time the answers, and with ``dataset`` also wait until all are acknowledged there.
 
     Args:
         url: the server's.
@@ -156,13 +158,13 @@ def run_round(
         rids: the prompts' request ids.
         max_new_tokens: tokens to generate for each prompt, whatever they are.
         in_flight: most prompts sent and not yet answered; all at once by default.
-        journal: the journal of the only writer.
+        dataset: the directory to which the server captures; with a pipeline every stage has to acknowledge.
         fields: further fields of each request.
 
     Raises:
         RuntimeError: a request or a capture failed, or an answer has another length than ``max_new_tokens``.
     """
-    return asyncio.run(_round(url, prompts, rids, max_new_tokens, in_flight or len(prompts), journal, fields))
+    return asyncio.run(_round(url, prompts, rids, max_new_tokens, in_flight or len(prompts), dataset, fields))
 
 
 async def _round(
@@ -171,12 +173,12 @@ async def _round(
     rids: list[str],
     max_new_tokens: int,
     in_flight: int,
-    journal: Path | None,
+    dataset: Path | None,
     fields: dict[str, Any],
 ) -> Timing:
-    tail = JournalTail(journal) if journal is not None else None
-    if tail is not None:
-        tail.poll()
+    watch = JournalWatch(dataset) if dataset is not None else None
+    if watch is not None:
+        watch.poll()
     sampling = {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True}
     bodies = [
         json.dumps({"rid": rid, "input_ids": ids, "sampling_params": sampling, **fields}).encode()
@@ -202,7 +204,7 @@ async def _round(
         started = time.monotonic()
         await asyncio.gather(*map(send, bodies))
         answered = time.monotonic() - started
-    acknowledged = None if tail is None else await _acknowledged(tail, rids, started)
+    acknowledged = None if watch is None else await _acknowledged(watch, rids, started)
     return Timing(sum(map(len, prompts)), max_new_tokens * len(prompts), answered, acknowledged)
 
 
@@ -213,15 +215,15 @@ def _check_length(content: bytes, expected: int) -> None:
         raise RuntimeError(f"expected {expected} generated tokens, the server generated {generated}")
 
 
-async def _acknowledged(tail: JournalTail, rids: list[str], started: float) -> float:
+async def _acknowledged(watch: JournalWatch, rids: list[str], started: float) -> float:
     missing, heard = set(rids), time.monotonic()
     while missing:
         before = len(missing)
-        for record in tail.poll():
-            if record["t"] == "failed" and record["rid"] in missing:
+        for record in watch.poll():
+            if not isinstance(record, FailureRecord):
+                missing.discard(record.rid)
+            elif record.rid in missing:
                 raise RuntimeError(f"capture failed: {record}")
-            if record["t"] == "sample":
-                missing.discard(record["rid"])
         if len(missing) < before:
             heard = time.monotonic()
         if time.monotonic() - heard > SILENCE_TIMEOUT_S:
@@ -239,6 +241,25 @@ def device_memory() -> int | None:
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return sum(map(int, done.stdout.split())) * 2**20 if done.returncode == 0 else None
+
+
+def host_memory(pid: int) -> int | None:
+    """Bytes of host memory of all processes that were started with ``pid``, in the same POSIX session.
+
+    Pages that several of them share, such as the pinned ring, are counted once (``Pss``). None where the kernel does
+    not tell.
+    """
+    total, session = 0, os.getsid(pid)
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(process.name)) == session:
+                found = re.search(r"^Pss:\s+(\d+) kB", (process / "smaps_rollup").read_text(), re.MULTILINE)
+                total += 1024 * int(found[1]) if found else 0
+        except (ProcessLookupError, FileNotFoundError):
+            continue  # it ended
+        except OSError:
+            return None
+    return total
 
 
 def server_memory(url: str) -> dict[str, Any]:
@@ -268,9 +289,10 @@ def machine() -> dict[str, str]:
     """Hardware, versions and the time, for every result file."""
     import torch
 
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    gpu = ", ".join(f"{gpus.count(name)} x {name}" if gpus.count(name) > 1 else name for name in dict.fromkeys(gpus))
     return {
-        "gpu": gpu,
+        "gpu": gpu or "none",
         "cpu": _cpu_name(),
         "cores": str(os.cpu_count()),
         "python": platform.python_version(),

@@ -8,11 +8,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Shape:
-    """A DeepSeek-V3 style language model; every layer has the real sizes, ``experts`` may be fewer to fit one card."""
+    """A DeepSeek-V3 style language model; every layer has the real sizes, ``experts`` may be fewer to fit one card.
+
+    Attributes:
+        w4a16: the routed experts are stored as in Kimi-K2.5's checkpoint: 4-bit integers with a scale for each 32.
+    """
 
     layers: int
     experts: int
     vocab_size: int = 163840
+    w4a16: bool = False
 
     def parameters(self) -> int:
         """How many weights such a model has."""
@@ -27,6 +32,13 @@ class Shape:
         dense_layers = c["first_k_dense_replace"]
         mlps = dense_layers * 3 * hidden * c["intermediate_size"] + (self.layers - dense_layers) * sparse
         return int(self.layers * attention + mlps + 2 * self.vocab_size * hidden + hidden)
+
+    def weight_bytes(self) -> int:
+        """Bytes of the weights: two for each in bfloat16, half a byte and its share of a scale for those of W4A16."""
+        c = self.config()
+        expert = 3 * c["hidden_size"] * c["moe_intermediate_size"]
+        packed = (self.layers - c["first_k_dense_replace"]) * self.experts * expert if self.w4a16 else 0
+        return 2 * (self.parameters() - packed) + packed // 2 + 2 * packed // GROUP_SIZE
 
     def kv_bytes(self) -> int:
         """Bytes of KV cache for each token in bfloat16: the compressed keys and values, and the rotated keys."""
@@ -79,8 +91,47 @@ class Shape:
             "bos_token_id": 0,
             "eos_token_id": 1,
             "torch_dtype": "bfloat16",
+            **({"quantization_config": W4A16} if self.w4a16 else {}),
         }
 
+
+# Weights of W4A16 that share a scale.
+GROUP_SIZE = 32
+# As in the config of the public checkpoint: routed experts alone are packed.
+W4A16 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "kv_cache_scheme": None,
+    "ignore": [
+        "lm_head",
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+    ],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "input_activations": None,
+            "output_activations": None,
+            "weights": {
+                "type": "int",
+                "num_bits": 4,
+                "group_size": GROUP_SIZE,
+                "strategy": "group",
+                "symmetric": True,
+                "dynamic": False,
+                "actorder": None,
+                "block_structure": None,
+                "observer": "minmax",
+                "observer_kwargs": {},
+            },
+        }
+    },
+}
+
+# Kimi-K2.5's whole language model: 1.03e12 weights, of which 1.01e12 are the routed experts', 594 GB in all.
+WHOLE = Shape(layers=61, experts=384, w4a16=True)
 
 SHAPES = {
     # Kimi-K2.5's depth, its first layer dense, with 16 of 384 experts so that it fits one H200, which has 150.7 GB

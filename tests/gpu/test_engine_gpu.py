@@ -63,7 +63,7 @@ def test_captured_bytes_equal_plain_hooks_under_load(tmp_path, backend, dtype):
     rids = [f"hs-{i}" if i % 8 else f"other-{i}" for i in range(len(prompts))]
     with served(model, tmp_path / "server.log", flags, env) as url:
         # Decode beside prefill, so that both kinds of batch alternate.
-        run_round(url, prompts, rids, max_new_tokens=8, journal=None)
+        run_round(url, prompts, rids, max_new_tokens=8)
         captured = {rid: ids for rid, ids in zip(rids, prompts, strict=True) if rid.startswith("hs-")}
         deadline = time.monotonic() + 120
         while {s.rid for s in HiddenStateDataset(output).samples} != set(captured):

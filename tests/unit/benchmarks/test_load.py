@@ -6,16 +6,33 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 
 from benchmarks import load
 from benchmarks.load import Timing, random_prompts, run_round, server_flags, server_memory, stable_seed
-from sglang_hs_capture.store.journal import JournalFile
+from sglang_hs_capture.store.writer import StoreWriter
+from tests.unit.toy_store import open_store, put_sample
 
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
 RIDS = ["hs-a", "hs-b", "hs-c", "hs-d"]
+STAGES = {"dp0-pp0": ("boundary:1",), "dp0-pp1": ("final:pre_norm",)}
+
+
+@pytest.fixture
+def stages(tmp_path: Path) -> Iterator[list[StoreWriter]]:
+    """The stores of a pipeline's two stages."""
+    stores = [open_store(tmp_path, writer, columns=columns) for writer, columns in STAGES.items()]
+    yield stores
+    for store in stores:
+        store.close()
+
+
+def acknowledge(store: StoreWriter, rid: str) -> None:
+    put_sample(store, rid, PROMPTS[RIDS.index(rid)])
+    store.commit()
 
 
 class AnsweringServer:
@@ -104,44 +121,45 @@ def test_a_refused_request_is_an_error(server):
         run_round(server.url, PROMPTS, RIDS)
 
 
-def test_a_round_with_capture_ends_with_the_last_acknowledgement(server, tmp_path):
-    journal = JournalFile(tmp_path / "journal-dp0-pp0.jsonl")
-
+def test_a_round_with_capture_ends_with_the_last_acknowledgement(server, stages, tmp_path):
     def write(rid: str) -> None:
-        journal.append({"t": "sample", "rid": rid})
-        journal.sync()
+        for store in stages:
+            acknowledge(store, rid)
 
-    def acknowledge(rid: str) -> None:
+    def answered(rid: str) -> None:
         # The last one comes late, after everything has been answered.
         if rid == RIDS[-1]:
             threading.Timer(0.3, write, (rid,)).start()
         else:
             write(rid)
 
-    server.on_answer = acknowledge
-    timing = run_round(server.url, PROMPTS, RIDS, journal=journal.path)
+    server.on_answer = answered
+    timing = run_round(server.url, PROMPTS, RIDS, dataset=tmp_path)
     assert timing.acknowledged_s >= timing.answered_s + 0.2
     assert timing.acknowledged_rate == 10 / timing.acknowledged_s < timing.rate
-    journal.close()
 
 
-def test_a_failed_capture_is_an_error(server, tmp_path):
-    journal = JournalFile(tmp_path / "journal-dp0-pp0.jsonl")
+def test_every_stage_of_a_pipeline_has_to_acknowledge(server, stages, tmp_path, monkeypatch):
+    monkeypatch.setattr(load, "SILENCE_TIMEOUT_S", 0.2)
+    server.on_answer = lambda rid: acknowledge(stages[0], rid)
+    with pytest.raises(RuntimeError, match="4 samples are missing"):
+        run_round(server.url, PROMPTS, RIDS, dataset=tmp_path)
 
+
+def test_a_failed_capture_is_an_error(server, stages, tmp_path):
     def fail(rid: str) -> None:
-        journal.append({"t": "failed", "rid": rid})
-        journal.sync()
+        stages[0].add_failure(rid, "incomplete", "cut short")
+        stages[0].commit()
 
     server.on_answer = fail
     with pytest.raises(RuntimeError, match="capture failed"):
-        run_round(server.url, PROMPTS, RIDS, journal=journal.path)
-    journal.close()
+        run_round(server.url, PROMPTS, RIDS, dataset=tmp_path)
 
 
 def test_a_capture_that_falls_silent_is_an_error(server, tmp_path, monkeypatch):
     monkeypatch.setattr(load, "SILENCE_TIMEOUT_S", 0.1)
     with pytest.raises(RuntimeError, match=r"4 samples are missing, and none was acknowledged for 0\.1 s"):
-        run_round(server.url, PROMPTS, RIDS, journal=tmp_path / "journal-dp0-pp0.jsonl")
+        run_round(server.url, PROMPTS, RIDS, dataset=tmp_path)
 
 
 def test_rates():
@@ -182,3 +200,18 @@ def test_device_memory_is_of_all_gpus(tmp_path, monkeypatch, script, bytes_used)
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     assert load.device_memory() == bytes_used
+
+
+def test_host_memory_is_that_of_all_processes_of_a_server_with_shared_pages_once():
+    """Two processes that share 64 MiB, the second of them forked after the pages were touched."""
+    program = (
+        "import mmap, os, sys; ring = mmap.mmap(-1, 2**26); ring.write(b'x' * 2**26); child = os.fork();"
+        "child or ring.seek(0); child or ring.read(); print(flush=True) if child == 0 else None; sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        process.stdout.readline()
+        measured = load.host_memory(process.pid)
+        process.stdin.close()
+    assert 2**26 < measured < 2 * 2**26

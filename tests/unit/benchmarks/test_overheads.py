@@ -28,6 +28,13 @@ class RecordingLoad:
         self.rounds.append((kind, number, times))
         return Timing(100 * times, 0, 1.0, 2.0)
 
+    def host_memory(self) -> int:
+        return 11
+
+    def blocked(self) -> dict[str, float]:
+        # The second writer appears late, as a replica does that had nothing to do in the warm-up.
+        return {"dp0-pp0": 1.0} if len(self.rounds) == 2 else {"dp0-pp0": 1.5, "dp1-pp0": 2.0}
+
 
 def test_all_three_kinds_take_turns_and_each_begins_once(monkeypatch):
     monkeypatch.setattr(capture_overhead, "server_memory", lambda url: {"weight": 1.0})
@@ -45,7 +52,9 @@ def test_all_three_kinds_take_turns_and_each_begins_once(monkeypatch):
     ]
     assert {kind: len(timings) for kind, timings in found.timings.items()} == {OFF: 3, ON: 3, LISTS: 3}
     assert found.sustained[ON].tokens == 400
-    assert (found.warm_bytes, found.end_bytes) == (5, 7)
+    assert (found.warm_bytes, found.end_bytes, found.host_bytes) == (5, 7, 11)
+    # Three rounds and the sustained phase, 2 s each to the last acknowledgement; the writer that waited most.
+    assert found.blocked_share == 2.0 / 8.0
 
 
 def capture_timings() -> tuple[Measured, Measured]:
@@ -53,7 +62,9 @@ def capture_timings() -> tuple[Measured, Measured]:
     on = [Timing(1000, 0, 1.0, 2.0), Timing(1000, 0, 1.25, 5.0)]
     lists = [Timing(10, 0, 1.0, None), Timing(10, 0, 1.0, None)]
     sustained = {OFF: Timing(5000, 0, 5.0, None), ON: Timing(5000, 0, 5.0, 10.0)}
-    plugin = Measured({OFF: off, ON: on, LISTS: lists}, sustained, warm_bytes=3 * 10**9, end_bytes=4 * 10**9)
+    plugin = Measured(
+        {OFF: off, ON: on, LISTS: lists}, sustained, 3 * 10**9, 4 * 10**9, blocked_share=0.25, host_bytes=8 * 10**9
+    )
     upstream = Measured({OFF: [Timing(1000, 0, 0.5, None)]}, {}, warm_bytes=2 * 10**9, end_bytes=2 * 10**9)
     return plugin, upstream
 
@@ -80,6 +91,9 @@ def test_capture_is_rated_by_answers_and_by_acknowledgement():
     }
     assert report.figures == {
         "acknowledged after the last answer, median, s": 2.375,
+        "share of the time with capture for which the ring was full": 0.25,
+        "device memory on all GPUs with capture, GB": 4.0,
+        "host memory with capture, GB": 8.0,
         "extra device memory with capture, GB": 1.0,
         "the same after all rounds, GB": 2.0,
     }
@@ -93,7 +107,12 @@ def test_what_was_left_out_is_not_reported():
     report = capture_overhead.build_report(argparse.Namespace(), "toy", plugin, None)
     assert list(report.series) == ["capture off", "capture on, by answers", "capture on, by acknowledgement"]
     assert list(report.ratios) == ["on / off, by answers", "on / off, by acknowledgement"]
-    assert list(report.figures) == ["acknowledged after the last answer, median, s"]
+    assert list(report.figures) == [
+        "acknowledged after the last answer, median, s",
+        "share of the time with capture for which the ring was full",
+        "device memory on all GPUs with capture, GB",
+        "host memory with capture, GB",
+    ]
 
 
 def test_memory_that_could_not_be_read_is_no_zero():
@@ -154,8 +173,8 @@ def test_a_plugin_that_captured_too_little_is_an_error(tmp_path, monkeypatch):
 def test_off_and_on_of_a_number_have_the_same_prompts_and_only_one_is_captured(tmp_path, monkeypatch):
     sent = []
 
-    def run_round(url, prompts, rids, *, in_flight, journal, **fields):
-        sent.append((prompts, rids[0], in_flight, journal, fields))
+    def run_round(url, prompts, rids, *, in_flight, dataset, **fields):
+        sent.append((prompts, rids[0], in_flight, dataset, fields))
         return Timing(6, 0, 1.0, 2.0)
 
     monkeypatch.setattr(capture_overhead, "run_round", run_round)
@@ -168,10 +187,9 @@ def test_off_and_on_of_a_number_have_the_same_prompts_and_only_one_is_captured(t
     for kind in (OFF, ON, LISTS):
         load.round(kind, 5, times=2)
     off, on, lists = sent
-    journal = tmp_path / "journal-dp0-pp0.jsonl"
     assert off[0] == on[0]
     assert [len(prompt) for prompt in off[0]] == [3, 3, 3, 3]
     assert off[1:] == ("off-5-2-0", 2, None, {})
-    assert on[1:] == ("hs-on-5-2-0", 2, journal, {})
+    assert on[1:] == ("hs-on-5-2-0", 2, tmp_path, {})
     assert lists[1:] == ("return_hidden_states-5-2-0", 1, None, {"return_hidden_states": True})
     assert (finished.exists(), unfinished.exists()) == (False, True)
