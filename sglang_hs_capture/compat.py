@@ -96,7 +96,6 @@ class EngineSettings:
     disaggregation: bool
     multimodal: bool
     aux_hidden_states: bool
-    unproven_dp_attention: bool
     nameless_replicas: bool
 
 
@@ -150,7 +149,6 @@ def engine_settings() -> EngineSettings:
         disaggregation=_read(args, "disaggregation_mode") != "null",
         multimodal=bool(model_config.is_multimodal),
         aux_hidden_states=bool(_read(args, "enable_return_aux_hidden_states", introduced=(0, 5, 23), default=False)),
-        unproven_dp_attention=dp_attention and torch.cuda.is_available(),
         nameless_replicas=int(_read(args, "dp_size")) > 1 and not (dp_attention or hasattr(get_parallel(), "dp_rank")),
     )
 

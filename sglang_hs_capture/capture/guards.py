@@ -53,11 +53,6 @@ def _rules(s: EngineSettings) -> list[tuple[bool, str]]:
             "SGLang's own --enable-return-aux-hidden-states captures the same layer inputs; remove it",
         ),
         (
-            s.unproven_dp_attention,
-            "DP attention was not yet compared with a reference on GPUs; remove --enable-dp-attention, or set "
-            "--attn-dp-size to 1",
-        ),
-        (
             s.nameless_replicas,
             "this SGLang does not tell a model which data-parallel replica it is; set --dp-size to 1 and start one "
             "server for each replica with a dataset of its own, or install SGLang 0.5.23",

@@ -12,6 +12,8 @@ import torch
 from benchmarks.load import run_round, served
 from benchmarks.shapes import Shape, write_model
 from sglang_hs_capture import HiddenStateDataset
+from sglang_hs_capture.float8 import FLOAT8_MAX
+from sglang_hs_capture.store.schema import ELEMENT_SIZE
 from sglang_hs_capture.store.session import read_sessions
 from tests.recorded import recorded_states
 
@@ -38,13 +40,13 @@ def launch_flags(output: Path, *more: str, **settings: object) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", ["triton", "flashinfer"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3"])
 def test_captured_bytes_equal_plain_hooks_under_load(tmp_path, backend, dtype):
     """64 requests of mixed lengths, some of them not captured, all of which go on to decode.
 
     The disk is slow and the ring small, so that it fills; what is given back is overwritten (``tests/slow_disk``).
     """
-    if (backend, dtype) == ("flashinfer", "float32"):
+    if backend == "flashinfer" and dtype != "bfloat16":
         pytest.skip("the dtype on disk does not depend on the attention backend")
     model = write_model(tmp_path / "model", Shape(layers=4, experts=16, vocab_size=VOCAB))
     output, record = tmp_path / "dataset", tmp_path / "record"
@@ -55,7 +57,7 @@ def test_captured_bytes_equal_plain_hooks_under_load(tmp_path, backend, dtype):
         "HS_DISK_BYTES_PER_S": "3e8",
         "HS_RECORD_DIR": str(record),
     }
-    row_bytes = (len(BOUNDARIES) + 2) * 7168 * (2 if dtype == "bfloat16" else 4)
+    row_bytes = (len(BOUNDARIES) + 2) * 7168 * ELEMENT_SIZE[dtype]
     flags = launch_flags(output, "--attention-backend", backend, dtype=dtype, ring_bytes=600 * row_bytes)
     generator = random.Random(1)
     lengths = [1, 2, 1023, 1024, 1025, 3000] + [generator.randrange(1, 700) for _ in range(58)]
@@ -74,11 +76,16 @@ def test_captured_bytes_equal_plain_hooks_under_load(tmp_path, backend, dtype):
     assert session.counters.blocked_s > 0, "the ring never filled"
     assert session.counters.ring_bytes <= 600 * row_bytes
     recorded = recorded_states(record)
-    dataset = HiddenStateDataset(output)
+    dataset = HiddenStateDataset(output, raw=True)
     assert sum(sample.length for sample in dataset.samples) == sum(map(len, captured.values()))
     for number, entry in enumerate(dataset.samples):
         sample = dataset[number]
         assert sample["input_ids"].tolist() == captured[entry.rid]
-        for name, state in zip(dataset.columns, sample["hidden_states"], strict=True):
-            reference = recorded[entry.rid, name][: len(captured[entry.rid])]
-            assert torch.equal(state, reference.to(state.dtype)), (entry.rid, name)
+        for column, (name, state) in enumerate(zip(dataset.columns, sample["hidden_states"], strict=True)):
+            reference = recorded[entry.rid, name][: len(captured[entry.rid])].float()
+            if dtype == "float8_e4m3":
+                scales = sample["scales"][column]
+                assert torch.equal(scales, reference.abs().amax(dim=1) / FLOAT8_MAX), (entry.rid, name)
+                reference /= scales[:, None]
+            # As bytes: float8 has no comparison of its own.
+            assert torch.equal(state.view(torch.uint8), reference.to(state.dtype).view(torch.uint8)), (entry.rid, name)

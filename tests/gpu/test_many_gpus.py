@@ -28,7 +28,7 @@ pytestmark = [
 CHUNK = 1024
 BOUNDARIES = (0, 2, 5)
 # Two units in the last place of bfloat16 are 0.8 %; sums over GPUs are rounded in another order.
-TOLERANCE = 0.02
+TOLERANCE = 0.04
 SHAPE = {
     "num_hidden_layers": 6,
     "hidden_size": 1024,

@@ -27,7 +27,6 @@ GOOD = EngineSettings(
     disaggregation=False,
     multimodal=True,
     aux_hidden_states=False,
-    unproven_dp_attention=False,
     nameless_replicas=False,
 )
 
@@ -50,7 +49,6 @@ def test_the_documented_launch_passes():
         ({"pd_multiplexing": True}, "--enable-pdmux"),
         ({"disaggregation": True}, "--disaggregation-mode"),
         ({"aux_hidden_states": True}, "--enable-return-aux-hidden-states"),
-        ({"unproven_dp_attention": True}, "--enable-dp-attention"),
         ({"nameless_replicas": True}, "--dp-size"),
     ],
 )
