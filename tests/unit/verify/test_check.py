@@ -643,8 +643,11 @@ def test_names_cannot_speak_to_the_terminal():
     assert "\\x1b[2J\\nSound" in str(finding)
 
 
-def make_stages(tmp_path: Path) -> None:
-    """A dataset of two writers that have some of the columns each; the second one lacks a sample."""
+def make_stages(tmp_path: Path, more: tuple[str, ...] = ()) -> None:
+    """A dataset of two writers that have some of the columns each; the second one lacks a sample.
+
+    ``more`` are the writers that capture that sample afterwards.
+    """
     info = made.info_of()
     stages = {"dp0-pp0": made.COLUMNS[:1], "dp0-pp1": made.COLUMNS[1:]}
     rids = [f"r{number}" for number in range(3)]
@@ -652,7 +655,9 @@ def make_stages(tmp_path: Path) -> None:
         store = StoreWriter.open(
             tmp_path, writer, info, session_id="5e55", min_free_bytes=0, shard_bytes=1 << 20, columns=columns
         )
-        for number, rid in enumerate(rids[: 3 if writer == "dp0-pp0" else 2]):
+        asked = list(enumerate(rids[: 3 if writer == "dp0-pp0" else 2]))
+        asked += [(2, "r2")] * (writer in more)
+        for number, rid in asked:
             tokens = made.tokens_of(number, 9)
             hashes = prefix_hashes(tokens, 0, 0)
             states = made.states_of(tokens)[:, [made.COLUMNS.index(name) for name in columns]]
@@ -673,6 +678,13 @@ def test_the_stages_of_a_pipeline_are_put_together(tmp_path):
     assert (result.samples, result.shards) == (2, 2)
     assert result.statistics.rows.tolist() == [27, 18, 18]
     assert {sample.id for sample in load_index(tmp_path).samples} == {"r0", "r1"}
+
+
+def test_what_one_stage_acknowledged_before_the_pipeline_died_is_nothing_to_a_sample_captured_since(tmp_path):
+    make_stages(tmp_path, more=("dp0-pp0", "dp0-pp1"))
+    result = check(tmp_path)
+    assert kinds(result) == set()
+    assert result.samples == 3
 
 
 def test_another_writers_rows_are_named_too(tmp_path):
