@@ -68,7 +68,9 @@ def merge(out: Path, directories: Sequence[Path], say: Say = lambda text: None) 
         CorruptionError: one of them is damaged.
         DiskFullError, StoreError: the disk refuses; what was done so far is kept for another try.
     """
-    out, directories = out.absolute(), [directory.absolute() for directory in directories]
+    # A dataset takes the place of what a link leads to, not of the link.
+    out = out.resolve() if out.is_symlink() else out.absolute()
+    directories = [directory.absolute() for directory in directories]
     _check_names(out, directories)
     with ExitStack() as stack:
         for directory in directories:
@@ -186,7 +188,13 @@ def _conflicts(sources: Sequence[Source]) -> Iterator[str]:
 
 def _begin(building: Path, sources: Sequence[Source]) -> None:
     """Keep what an interrupted merge of the same datasets left in ``building``, and remove what another one left."""
-    plan = {"sources": [{"directory": str(source.directory), "writers": source.names} for source in sources]}
+    # A dataset that was captured anew in the same place has other shards under the same names.
+    plan = {
+        "sources": [
+            {"directory": str(source.directory), "writers": source.names, "created_at": source.index.info.created_at}
+            for source in sources
+        ]
+    }
     if read_object(building / PLAN_FILE, _AFRESH) == plan:
         return
     with fs.io_errors(building, "empty"):
@@ -203,7 +211,8 @@ def _take_shards(building: Path, source: Source, say: Say) -> int:
     """
     missing: list[tuple[Path, Path, int]] = []
     for entry in source.index.shards:
-        there = ShardPaths.of(source.directory, entry.writer, entry.shard).finished
+        # A shard that was moved elsewhere and linked to is taken from there: a link to a link may lead nowhere.
+        there = ShardPaths.of(source.directory, entry.writer, entry.shard).finished.resolve()
         here = ShardPaths.of(building, source.names[entry.writer], entry.shard).finished
         if here.exists():
             continue
