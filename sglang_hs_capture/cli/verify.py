@@ -15,11 +15,12 @@ from sglang_hs_capture.cli.second_capture import SecondCapture, require_same_mod
 from sglang_hs_capture.driver.check import find_model
 from sglang_hs_capture.driver.device import Device, use_cpu
 from sglang_hs_capture.driver.summary import GB
-from sglang_hs_capture.errors import ConfigError, CorruptionError, InputError
+from sglang_hs_capture.errors import ConfigError, CorruptionError, InputError, StoreError
 from sglang_hs_capture.store.known_answers import KNOWN_ANSWERS_FILE
+from sglang_hs_capture.text import printable
 from sglang_hs_capture.verify.check import CheckResult, CheckSettings, check_dataset
 from sglang_hs_capture.verify.findings import KINDS, Finding, Findings, Severity
-from sglang_hs_capture.verify.report import write_report
+from sglang_hs_capture.verify.report import is_report, write_report
 
 if TYPE_CHECKING:
     from sglang_hs_capture.verify.known_answer import AnswerReport
@@ -87,8 +88,8 @@ def verify(
     sglang_args: list[str] = ctx.obj or []
     directory = directory.expanduser()
     _refuse_useless(ctx, sample, fraction, against_model, reference, known_answer, sglang_args)
-    if report is not None and not report.absolute().parent.is_dir():
-        raise ConfigError(f"--report: {report.absolute().parent} is not a directory")
+    if report is not None:
+        _check_report(report)
     config = find_model(against_model) if against_model else None
     with make_check_view() as view:
         result = check_dataset(directory, CheckSettings(sample, fraction, seed, threads), view)
@@ -110,20 +111,56 @@ def verify(
     for kind, comparison in comparisons.items():
         _judge(kind, comparison, result.findings)
     compared = [*_comparison_lines(comparisons), *([*answers.lines(), ""] if answers else [])]
-    if report is not None:
-        write_report(report, result, compared)
     if as_json:
         more = {kind: comparison.to_json() for kind, comparison in comparisons.items()}
         more |= {"known_answer": answers.to_json()} if answers else {}
         typer.echo(json.dumps({**result.to_json(), **more}, indent=2))
     else:
         for line in lines(result, compared):
-            typer.echo(line)
+            typer.echo(printable(line))
         if (against_model or reference or known_answer) and not compared:
             typer.echo("The states were not compared with the model's, since the dataset is not sound.")
+    _conclude(result, compared, report, strict=strict)
+
+
+def _conclude(result: CheckResult, compared: Sequence[str], report: Path | None, *, strict: bool) -> None:
+    """Write the report, after all that was found is shown: if it fails it must not cost hours of reading.
+
+    Raises:
+        CorruptionError: something is wrong with the dataset.
+        StoreError: nothing is, and the report cannot be written.
+    """
     findings = result.findings
+    wrong = ""
     if findings.errors or (strict and findings.warnings):
-        raise CorruptionError(f"{directory}: {_verdict(findings)}; {_advice(findings)}")
+        wrong = f"{result.path}: {_verdict(findings)}; {_advice(findings)}"
+    if report is not None:
+        try:
+            write_report(report, result, compared)
+        except StoreError as error:
+            if not wrong:
+                raise
+            wrong = f"{wrong}; {error}"
+    if wrong:
+        raise CorruptionError(wrong)
+
+
+def _check_report(path: Path) -> None:
+    """Refuse a place where no report can be, or where something else is: a dataset's own file, another document.
+
+    Raises:
+        ConfigError: as said.
+    """
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--report: {path.absolute().parent} is not a directory")
+    if path.is_dir():
+        raise ConfigError(f"--report: {path} is a directory; name a file")
+    try:
+        taken = path.is_file() and path.stat().st_size and not is_report(path)
+    except OSError as error:
+        raise ConfigError(f"--report: {path} cannot be written: {error.strerror or error}") from None
+    if taken:
+        raise ConfigError(f"--report: {path} is there already, and is no report; name another file, or remove it")
 
 
 def _refuse_useless(

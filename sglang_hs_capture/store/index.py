@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_hs_capture.errors import CorruptionError
+from sglang_hs_capture.errors import CorruptionError, StoreError
+from sglang_hs_capture.store import fs
 from sglang_hs_capture.store.identity import read_info
 from sglang_hs_capture.store.media import expand_loss_mask
 from sglang_hs_capture.store.replay import Replay, ShardState, journal_writers, replay_journal
@@ -190,9 +191,12 @@ def _check_file(directory: Path, layout: ShardLayout, number: int, state: ShardS
     needed = layout.file_size(state.rows) if state.finished else layout.data_end(state.rows)
     for path in (paths.finished, paths.partial, paths.finished):
         try:
-            size = path.stat().st_size
-        except FileNotFoundError:
-            continue
+            with fs.io_errors(path, "look at"):
+                size = path.stat().st_size
+        except StoreError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                continue
+            raise
         if size < needed:
             raise CorruptionError(
                 f"{path}: expected at least {needed} bytes for {state.rows} rows, got {size}; {RESTORE}"

@@ -357,9 +357,9 @@ class _Check:
         for path in sorted((self._directory / SHARD_FOLDER).glob("*")):
             writer, _, number = path.stem.rpartition("-")
             finished = path.suffix == ".safetensors"
-            known = number.isdigit() and (writer, int(number)) in self._states
+            known = number.isdecimal() and (writer, int(number)) in self._states
             if (finished and not known) or (path.suffix == ".partial" and writer not in writers):
-                text = f"a shard of {path.stat().st_size} bytes, of whose rows there is nothing in a journal"
+                text = f"a shard of {path.lstat().st_size} bytes, of whose rows there is nothing in a journal"
                 self._findings.add(Finding("stray-file", text, f"{SHARD_FOLDER}/{path.name}"))
 
     def _judge_columns(self, owners: Owners) -> None:

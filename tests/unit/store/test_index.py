@@ -190,3 +190,14 @@ def test_a_sample_that_the_ledger_has_lost_is_not_taken_for_one_sent_by_hand(tmp
     assert [sample.rid for sample in index.unclaimed] == [rid("a")]
     with pytest.warns(UserWarning, match="1 captured samples are left out"):
         assert len(HiddenStateDataset(tmp_path)) == 1
+
+
+def test_a_shard_that_cannot_be_looked_at_is_told_with_its_reason(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    put_sample(store, "r", [1, 2])
+    store.close()
+    (shard,) = (tmp_path / "shards").iterdir()
+    shard.unlink()
+    shard.symlink_to(shard.name)
+    with pytest.raises(StoreError, match=f"{shard}: could not look at: Too many levels of symbolic links"):
+        load_index(tmp_path)

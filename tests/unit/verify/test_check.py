@@ -480,6 +480,14 @@ def test_a_session_that_runs_may_be_ahead_of_its_journal(tmp_path):
     assert kinds(result) == {"torn-line"}
 
 
+@pytest.mark.parametrize("name", ["x-000001", "dp0-pp0-\u00b2", "-", "dp0-pp0-"])
+def test_a_stray_shard_may_have_any_name_and_lead_nowhere(dataset, name):
+    (dataset / "shards" / f"{name}.safetensors").symlink_to("nowhere")
+    result = check(dataset)
+    assert kinds(result) == {"stray-file"}
+    assert found(result, "stray-file")[0].file == f"shards/{name}.safetensors"
+
+
 def test_a_lost_journal_is_an_error(dataset):
     (dataset / JOURNAL).unlink()
     result = check(dataset)
