@@ -197,6 +197,11 @@ class JournalTail:
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
+            if self._offset:
+                raise CorruptionError(
+                    f"{self.path}: it was read before, and is not there any more: the dataset was moved or removed, or "
+                    "its file system is gone; bring it back, and run again"
+                ) from None
             return b""
         try:
             size = os.fstat(fd).st_size
