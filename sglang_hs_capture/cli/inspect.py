@@ -15,7 +15,7 @@ from sglang_hs_capture.errors import ConfigError
 from sglang_hs_capture.layers import draft_ids, output_of_layer_ids
 from sglang_hs_capture.store.index import DatasetIndex, load_index
 from sglang_hs_capture.store.schema import FLOAT8, DatasetInfo, all_zero
-from sglang_hs_capture.store.session import is_running
+from sglang_hs_capture.store.session import is_running, read_sessions
 from sglang_hs_capture.text import printable
 
 SHOWN_REASONS = 5
@@ -103,7 +103,7 @@ def describe(directory: Path, index: DatasetIndex) -> dict[str, Any]:
                 "updated_at": record.updated_at,
                 "counters": vars(record.counters),
             }
-            for record in index.sessions
+            for record in read_sessions(directory)
         ],
     }
 

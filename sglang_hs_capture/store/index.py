@@ -14,7 +14,6 @@ from sglang_hs_capture.store.media import expand_loss_mask
 from sglang_hs_capture.store.replay import Replay, ShardState, journal_writers, replay_journal
 from sglang_hs_capture.store.requests import DroppedRecord, RequestRecord, Requests, load_requests
 from sglang_hs_capture.store.schema import RESTORE, DatasetInfo, Extent, Media, parse_rid, rle_decode
-from sglang_hs_capture.store.session import SessionRecord, read_sessions
 from sglang_hs_capture.store.shard import ShardLayout, ShardPaths
 from sglang_hs_capture.store.stages import Acknowledged, Joined, StageJoin
 
@@ -128,7 +127,6 @@ class DatasetIndex:
         unclaimed: acknowledged, of requests as the driver names them, but unknown to the ledger: their ids and loss
             masks are lost with its record; not among ``samples``.
         shards: those with durable rows, by writer and number.
-        sessions: the latest of each writer.
     """
 
     info: DatasetInfo
@@ -139,7 +137,6 @@ class DatasetIndex:
     mismatched: tuple[SampleEntry, ...]
     unclaimed: tuple[SampleEntry, ...]
     shards: tuple[ShardEntry, ...]
-    sessions: tuple[SessionRecord, ...]
 
     @property
     def pending(self) -> tuple[str, ...]:
@@ -181,7 +178,6 @@ def load_index(directory: Path) -> DatasetIndex:
         shards=tuple(
             ShardEntry(r.writer, n, state) for r in replays for n, state in sorted(r.shards.items()) if state.rows
         ),
-        sessions=tuple(read_sessions(directory)),
     )
 
 

@@ -19,7 +19,7 @@ from sglang_hs_capture.store.origin import Origin, read_origins, write_origins
 from sglang_hs_capture.store.recovery import lock_path, recover_dataset
 from sglang_hs_capture.store.replay import journal_path, journal_writers
 from sglang_hs_capture.store.requests import LEDGER_FILE, RequestRecord
-from sglang_hs_capture.store.session import session_path
+from sglang_hs_capture.store.session import read_sessions, session_path
 from sglang_hs_capture.store.shard import ShardLayout, ShardPaths
 
 PLAN_FILE = "merge.json"
@@ -256,7 +256,7 @@ def _write_records(building: Path, sources: Sequence[Source]) -> None:
         for writer, name in source.names.items():
             _write_journal(building, source, writer, name)
             _write_origin(building, source, writer, name)
-        for session in source.index.sessions:
+        for session in read_sessions(source.directory):
             if session.writer in source.names:
                 name = source.names[session.writer]
                 closed = replace(session, writer=name, state="closed", error=None, error_kind=None)
