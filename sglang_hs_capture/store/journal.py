@@ -78,7 +78,7 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """
     with fs.io_errors(path, "read"):
         try:
-            file = path.open("rb")
+            file = os.fdopen(fs.open_to_read(path), "rb")
         except FileNotFoundError:
             return
     with file:
@@ -195,7 +195,7 @@ class JournalTail:
 
     def _new_bytes(self) -> bytes:
         try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = fs.open_to_read(self.path)
         except FileNotFoundError:
             if self._offset:
                 raise CorruptionError(

@@ -236,7 +236,7 @@ def _copy(there: Path, here: Path) -> None:
     """Copy a file; it gets its name when all of it is durable."""
     growing = here.with_suffix(".copying")
     with fs.io_errors(here, "copy"), ExitStack() as stack:
-        source = fs.open_file(there, os.O_RDONLY)
+        source = fs.open_to_read(there)
         stack.callback(os.close, source)
         target = fs.open_file(growing, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         stack.callback(os.close, target)
@@ -305,4 +305,4 @@ def _write(path: Path, data: bytes) -> None:
 
 def _read_or_none(path: Path) -> bytes | None:
     with fs.io_errors(path, "read"):
-        return path.read_bytes() if path.exists() else None
+        return fs.read_bytes(path) if path.exists() else None

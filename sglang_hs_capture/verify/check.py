@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from sglang_hs_capture.errors import StoreError
+from sglang_hs_capture.store import fs
 from sglang_hs_capture.store.elements import to_float32
 from sglang_hs_capture.store.identity import DATASET_FILE, FINAL_NORM_FILE, SHARD_FOLDER, read_info
 from sglang_hs_capture.store.index import SampleEntry
@@ -338,7 +339,7 @@ class _Check:
     def _final_norm(self) -> None:
         path = self._directory / FINAL_NORM_FILE
         try:
-            data = path.read_bytes()
+            data = fs.read_bytes(path)
         except FileNotFoundError:
             text = "there is no such file, so post-norm states cannot be derived from pre-norm ones"
             self._findings.add(Finding("final-norm-missing", text, FINAL_NORM_FILE))

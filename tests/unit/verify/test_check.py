@@ -4,7 +4,8 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -478,6 +479,40 @@ def test_a_session_that_runs_may_be_ahead_of_its_journal(tmp_path):
     result = check(tmp_path)
     assert result.live
     assert kinds(result) == {"torn-line"}
+
+
+@pytest.fixture
+def _no_endless_wait() -> Iterator[None]:
+    """Whoever opens a pipe to read waits until somebody writes."""
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits"))
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("_no_endless_wait")
+@pytest.mark.parametrize("put", [os.mkfifo, os.mkdir])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("shards/dp0-pp0-000001.safetensors", "unreadable"),
+        (JOURNAL, "unreadable"),
+        ("requests.jsonl", "unreadable"),
+        ("known_answers.jsonl", "unreadable"),
+        ("final_norm.safetensors", "unreadable"),
+        ("dataset.json", "dataset-file"),
+        ("session-x.json", "session-file"),
+        ("origin-dp0-pp0.json", "origin-file"),
+    ],
+)
+def test_what_is_no_file_is_a_finding(dataset, name, kind, put):
+    (dataset / name).unlink(missing_ok=True)
+    put(dataset / name)
+    assert any(finding.file == name or name in finding.what for finding in found(check(dataset), kind))
+    if kind != "session-file" and name not in {"known_answers.jsonl", "final_norm.safetensors", "origin-dp0-pp0.json"}:
+        with pytest.raises(StoreError):
+            load_index(dataset)
 
 
 @pytest.mark.parametrize("name", ["x-000001", "dp0-pp0-\u00b2", "-", "dp0-pp0-"])
