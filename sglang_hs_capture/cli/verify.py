@@ -15,7 +15,7 @@ from sglang_hs_capture.cli.second_capture import SecondCapture, require_same_mod
 from sglang_hs_capture.driver.check import find_model
 from sglang_hs_capture.driver.device import Device, use_cpu
 from sglang_hs_capture.driver.summary import GB
-from sglang_hs_capture.errors import ConfigError, CorruptionError, InputError, StoreError
+from sglang_hs_capture.errors import ConfigError, CorruptionError, HsCaptureError, InputError, StoreError
 from sglang_hs_capture.store.known_answers import KNOWN_ANSWERS_FILE
 from sglang_hs_capture.text import printable
 from sglang_hs_capture.verify.check import CheckResult, CheckSettings, check_dataset
@@ -94,20 +94,23 @@ def verify(
     with make_check_view() as view:
         result = check_dataset(directory, CheckSettings(sample, fraction, seed, threads), view)
     comparisons: dict[str, Comparison] = {}
-    if against_model and result.sound:
-        if config is not None:
-            require_same_model(directory, result.info, config, "--against-model")
-        cpu = use_cpu(device)
-        again = SecondCapture(against_model, config, sglang_args, cpu, start_timeout, computed_in)
-        comparisons["recapture"] = again.compare(directory, prompts, seed)
-    if reference and result.sound:
-        comparisons["reference"] = _compare_with_transformers(
-            directory, against_model or result.info.model_path, prompts, computed_in or options.Dtype(result.info.dtype)
-        )
     answers: AnswerReport | None = None
-    if known_answer and result.sound:
-        answers = check_known_answers(directory, model, result.info, prompts, computed_in)
-        _judge_answers(answers, result.findings)
+    failed: HsCaptureError | None = None
+    try:
+        if against_model and result.sound:
+            if config is not None:
+                require_same_model(directory, result.info, config, "--against-model")
+            cpu = use_cpu(device)
+            again = SecondCapture(against_model, config, sglang_args, cpu, start_timeout, computed_in)
+            comparisons["recapture"] = again.compare(directory, prompts, seed)
+        if reference and result.sound:
+            source, dtype = against_model or result.info.model_path, computed_in or options.Dtype(result.info.dtype)
+            comparisons["reference"] = _compare_with_transformers(directory, source, prompts, dtype)
+        if known_answer and result.sound:
+            answers = check_known_answers(directory, model, result.info, prompts, computed_in)
+            _judge_answers(answers, result.findings)
+    except HsCaptureError as error:
+        failed = error
     for kind, comparison in comparisons.items():
         _judge(kind, comparison, result.findings)
     compared = [*_comparison_lines(comparisons), *([*answers.lines(), ""] if answers else [])]
@@ -118,31 +121,31 @@ def verify(
     else:
         for line in lines(result, compared):
             typer.echo(printable(line))
-        if (against_model or reference or known_answer) and not compared:
+        if (against_model or reference or known_answer) and not compared and not failed:
             typer.echo("The states were not compared with the model's, since the dataset is not sound.")
-    _conclude(result, compared, report, strict=strict)
+    _conclude(result, compared, report, failed, strict=strict)
 
 
-def _conclude(result: CheckResult, compared: Sequence[str], report: Path | None, *, strict: bool) -> None:
-    """Write the report, after all that was found is shown: if it fails it must not cost hours of reading.
+def _conclude(
+    result: CheckResult, compared: Sequence[str], report: Path | None, failed: HsCaptureError | None, *, strict: bool
+) -> None:
+    """Write the report, and end as it has to be: after all that was found is shown, for which hours were read.
 
     Raises:
         CorruptionError: something is wrong with the dataset.
-        StoreError: nothing is, and the report cannot be written.
+        HsCaptureError: nothing is, and the comparison with the model has ``failed``, or the report cannot be written.
     """
-    findings = result.findings
-    wrong = ""
-    if findings.errors or (strict and findings.warnings):
-        wrong = f"{result.path}: {_verdict(findings)}; {_advice(findings)}"
     if report is not None:
         try:
             write_report(report, result, compared)
         except StoreError as error:
-            if not wrong:
-                raise
-            wrong = f"{wrong}; {error}"
-    if wrong:
-        raise CorruptionError(wrong)
+            failed = failed or error
+    findings = result.findings
+    if findings.errors or (strict and findings.warnings):
+        more = f"; {failed}" if failed else ""
+        raise CorruptionError(f"{result.path}: {_verdict(findings)}; {_advice(findings)}{more}")
+    if failed:
+        raise failed
 
 
 def _check_report(path: Path) -> None:

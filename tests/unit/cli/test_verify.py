@@ -232,7 +232,8 @@ def test_a_description_cannot_speak_to_the_terminal(capsys, dataset):
 
 def test_a_model_of_another_config_is_refused(capsys, dataset, model):
     code, out, err = call(capsys, dataset, "--against-model", model)
-    assert (code, out) == (4, "")
+    assert code == 4
+    assert "Sound: nothing is wrong" in out, "what was read is told all the same"
     assert "was captured from a model with the config c0ffee, and that of --against-model is" in err
 
 
@@ -298,8 +299,9 @@ def test_a_second_capture_that_fails_ends_with_its_own_code(capsys, dataset, mod
         return Summary("x", ended="the server was killed by SIGKILL", exit_code=6)
 
     monkeypatch.setattr(second_capture, "run_on_own_server", run)
-    code, _, err = call(capsys, dataset, "--against-model", model)
+    code, out, err = call(capsys, dataset, "--against-model", model, "--json")
     assert code == 6
+    assert json.loads(out)["sound"]
     assert "could not be captured again: the server was killed by SIGKILL" in err
 
 
@@ -385,7 +387,8 @@ def test_answers_that_final_states_do_not_lead_to_are_an_error(capsys, answered,
 
 
 def test_known_answers_that_cannot_be_had(capsys, answered, tmp_path):
-    code, _, err = call(capsys, answered, "--known-answer")
+    code, out, err = call(capsys, answered, "--known-answer")
+    assert "Sound: nothing is wrong" in out
     assert (code, "name a directory with the model's weights by --model" in err) == (2, True)
     (answered / "known_answers.jsonl").unlink()
     code, _, err = call(capsys, answered, "--known-answer", "--model", tmp_path / "weights")
