@@ -3,17 +3,19 @@
 import itertools
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sglang_hs_capture.errors import ConfigError, DatasetMismatchError, DiskFullError
+from sglang_hs_capture.errors import ConfigError, CorruptionError, DatasetMismatchError, DiskFullError
 from sglang_hs_capture.store import fs
 from sglang_hs_capture.store.identity import DATASET_FILE, FINAL_NORM_FILE, SHARD_FOLDER, read_info
 from sglang_hs_capture.store.index import DatasetIndex, SampleEntry, load_index
 from sglang_hs_capture.store.journal import encode_line, read_records
 from sglang_hs_capture.store.jsonfile import read_object, write_object
+from sglang_hs_capture.store.known_answers import KNOWN_ANSWERS_FILE
 from sglang_hs_capture.store.lock import FileLock
 from sglang_hs_capture.store.origin import Origin, read_origins, write_origins
 from sglang_hs_capture.store.recovery import lock_path, recover_dataset
@@ -88,6 +90,7 @@ def merge(out: Path, directories: Sequence[Path], say: Say = lambda text: None) 
             copied += _take_shards(building, source, say)
             say(f"{source.directory}: {len(source.index.shards)} shards, {len(source.index.samples)} samples")
         _write_records(building, sources)
+        _write_answers(building, sources, say)
         with fs.io_errors(out, "name the dataset"):
             fs.fsync_dir(building / SHARD_FOLDER)
             fs.rename(building, out)
@@ -296,6 +299,23 @@ def _write_ledger(building: Path, sources: Sequence[Source]) -> None:
     dropped = {record.id: record for source in sources for record in source.index.dropped if record.id not in held}
     records += [record.to_json() for record in dropped.values()]
     _write(building / LEDGER_FILE, b"".join(map(encode_line, records)))
+
+
+def _write_answers(building: Path, sources: Sequence[Source], say: Say) -> None:
+    """Join what the engines predicted for samples that no other dataset holds: each belongs to one capture of it."""
+    holders = Counter(sample.id for source in sources for sample in source.index.samples)
+    lines: list[bytes] = []
+    for source in sources:
+        path = source.directory / KNOWN_ANSWERS_FILE
+        try:
+            lines += [encode_line(raw) for _, raw in read_records(path) if holders[str(raw.get("id"))] == 1]
+        except CorruptionError as error:
+            say(f"warning: known answers are left out, which only verify --known-answer reads: {error}")
+    if lines:
+        _write(building / KNOWN_ANSWERS_FILE, b"".join(lines))
+    else:
+        with fs.io_errors(building / KNOWN_ANSWERS_FILE, "remove"):
+            fs.remove(building / KNOWN_ANSWERS_FILE)
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -19,6 +19,12 @@ from sglang_hs_capture import HiddenStateDataset
 from sglang_hs_capture.errors import ConfigError, DatasetLockedError, DatasetMismatchError, DiskFullError
 from sglang_hs_capture.store import fs
 from sglang_hs_capture.store.index import load_index
+from sglang_hs_capture.store.known_answers import (
+    KNOWN_ANSWERS_FILE,
+    AnswerFile,
+    KnownAnswer,
+    load_known_answers,
+)
 from sglang_hs_capture.store.merge import Merged, merge
 from sglang_hs_capture.store.origin import origin_path, read_origins, write_origins
 from sglang_hs_capture.store.requests import DroppedRecord, RequestLedger, RequestRecord
@@ -361,3 +367,20 @@ def test_shards_of_a_dataset_captured_anew_in_between_are_not_taken_for_the_new_
     first = make(tmp_path / "a", some(4, 5, 6), created_at="2025-06-01T00:00:00.000Z")
     merge(tmp_path / "out", [first])
     assert_joined(tmp_path / "out", first)
+
+
+def test_what_the_engines_predicted_is_joined_for_samples_that_one_dataset_has(tmp_path):
+    first, second = make(tmp_path / "a", some(1, 2)), make(tmp_path / "b", some(2, 3))
+    for directory, ids in ((first, ["s1", "s2"]), (second, ["s2", "s3"])):
+        file = AnswerFile(directory)
+        for id in ids:
+            file.append(KnownAnswer(id, 3, 7, 1, (-0.5,), (4,)))
+        file.close()
+    merge(tmp_path / "out", [first, second])
+    assert [answer.id for answer in load_known_answers(tmp_path / "out")] == ["s1", "s3"]
+    flip(second / KNOWN_ANSWERS_FILE, 10)
+    said: list[str] = []
+    merge(tmp_path / "other", [first, second], said.append)
+    assert [answer.id for answer in load_known_answers(tmp_path / "other")] == ["s1"]
+    assert any(f"{second / KNOWN_ANSWERS_FILE}, line 1: the checksum is wrong" in line for line in said)
+    assert check(tmp_path / "other").sound
