@@ -95,7 +95,7 @@ def verify(
         result = check_dataset(directory, CheckSettings(sample, fraction, seed, threads), view)
     comparisons: dict[str, Comparison] = {}
     answers: AnswerReport | None = None
-    failed: HsCaptureError | None = None
+    failed: HsCaptureError | typer.Exit | None = None
     try:
         if against_model and result.sound:
             if config is not None:
@@ -109,7 +109,7 @@ def verify(
         if known_answer and result.sound:
             answers = check_known_answers(directory, model, result.info, prompts, computed_in)
             _judge_answers(answers, result.findings)
-    except HsCaptureError as error:
+    except (HsCaptureError, typer.Exit) as error:
         failed = error
     for kind, comparison in comparisons.items():
         _judge(kind, comparison, result.findings)
@@ -127,13 +127,19 @@ def verify(
 
 
 def _conclude(
-    result: CheckResult, compared: Sequence[str], report: Path | None, failed: HsCaptureError | None, *, strict: bool
+    result: CheckResult,
+    compared: Sequence[str],
+    report: Path | None,
+    failed: HsCaptureError | typer.Exit | None,
+    *,
+    strict: bool,
 ) -> None:
     """Write the report, and end as it has to be: after all that was found is shown, for which hours were read.
 
     Raises:
         CorruptionError: something is wrong with the dataset.
-        HsCaptureError: nothing is, and the comparison with the model has ``failed``, or the report cannot be written.
+        HsCaptureError, typer.Exit: nothing is, and the comparison with the model has ``failed``, or the report cannot
+            be written.
     """
     if report is not None:
         try:
@@ -142,7 +148,7 @@ def _conclude(
             failed = failed or error
     findings = result.findings
     if findings.errors or (strict and findings.warnings):
-        more = f"; {failed}" if failed else ""
+        more = f"; {failed}" if isinstance(failed, HsCaptureError) else ""
         raise CorruptionError(f"{result.path}: {_verdict(findings)}; {_advice(findings)}{more}")
     if failed:
         raise failed
