@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import made_dataset as made
 import numpy as np
@@ -479,6 +480,31 @@ def test_a_session_that_runs_may_be_ahead_of_its_journal(tmp_path):
     result = check(tmp_path)
     assert result.live
     assert kinds(result) == {"torn-line"}
+
+
+@pytest.mark.parametrize("more", [1, 5])
+def test_a_capture_of_another_host_may_be_ahead_of_what_was_read(tmp_path, monkeypatch, more):
+    """Whether its process runs cannot be seen from here; that its journal grows can."""
+    store = made.make(tmp_path, close=False)
+    record = SessionRecord(made.WRITER, "5e55", 1, "another-host", state="ready")
+    write_session(tmp_path, record)
+    read = check_module.read_journal
+
+    def read_and_go_on(*args: Any) -> Any:
+        journal = read(*args)
+        with RequestLedger.open(tmp_path) as ledger:
+            for number in range(more):
+                tokens = made.tokens_of(100 + number, 16)
+                made.put_sample(store, ledger, f"t{number}", tokens, "bfloat16", lambda _id, _states: None)
+        return journal
+
+    monkeypatch.setattr(check_module, "read_journal", read_and_go_on)
+    result = check(tmp_path)
+    store.close()
+    assert result.live
+    assert kinds(result) == {"missing"}, result.findings.listed()
+    monkeypatch.undo()
+    assert not check(tmp_path).live
 
 
 @pytest.fixture
