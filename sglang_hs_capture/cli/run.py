@@ -19,7 +19,7 @@ from sglang_hs_capture.driver.run import KNOWN_ANSWERS, RunSettings
 from sglang_hs_capture.driver.source import count_samples
 from sglang_hs_capture.driver.start import Wanted, run_on_own_server, run_on_ray, run_on_running_servers, served_model
 from sglang_hs_capture.driver.summary import Summary
-from sglang_hs_capture.errors import ConfigError
+from sglang_hs_capture.errors import ConfigError, StoreError
 from sglang_hs_capture.text import printable
 
 OF_ANSWERS = ("max_new_tokens", "temperature", "top_p")
@@ -115,6 +115,8 @@ def run(
     )
     if json_summary is not None and not json_summary.absolute().parent.is_dir():
         raise ConfigError(f"--json-summary: {json_summary.absolute().parent} is not a directory")
+    if json_summary is not None and json_summary.is_dir():
+        raise ConfigError(f"--json-summary: {json_summary} is a directory; name a file")
     _refuse_idle(ctx, max_length=given.max_length, regenerate=regenerate, ray=ray, server=bool(server))
     sglang_args: list[str] = ctx.obj or []
     trust_remote_code = given.trust_remote_code or options.TRUST_FLAG in sglang_args
@@ -294,10 +296,21 @@ def _resources(text: str | None) -> dict[str, float] | None:
 
 
 def report(summary: Summary, file: Path | None = None) -> None:
-    """Print the account of a run, and write it to ``file`` where one is named."""
+    """Print the account of a run, and write it to ``file`` where one is named.
+
+    Raises:
+        StoreError: the run went well, and the file cannot be written.
+    """
     for line in summary.lines():
         typer.echo(printable(line))
     if summary.ended:
         typer.echo(f"error: {printable(summary.ended)}", err=True)
-    if file is not None:
+    if file is None:
+        return
+    try:
         file.write_text(json.dumps(summary.to_json(), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        problem = f"--json-summary {file}: could not be written: {error.strerror or error}; the summary is shown above"
+        if not summary.exit_code:
+            raise StoreError(problem) from None
+        typer.echo(f"error: {printable(problem)}", err=True)

@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import typer
@@ -16,7 +17,7 @@ from sglang_hs_capture.cli.main import main, split
 from sglang_hs_capture.cli.options import CaptureOptions
 from sglang_hs_capture.driver.regenerate import AnswerSettings
 from sglang_hs_capture.driver.summary import Summary
-from sglang_hs_capture.errors import ConfigError
+from sglang_hs_capture.errors import ConfigError, StoreError
 from sglang_hs_capture.model_config import load_model_config
 from sglang_hs_capture.store.hashing import end_hash, prefix_hashes
 from sglang_hs_capture.store.requests import DroppedRecord, RequestLedger, RequestRecord
@@ -490,3 +491,10 @@ def test_a_password_in_a_url_is_not_repeated_and_not_sent_beside_a_key():
         with pytest.raises(ConfigError) as refused:
             run_module._urls([url], key)
         assert "secret" not in str(refused.value)
+
+
+def test_a_summary_that_cannot_be_written_is_told_and_a_worse_end_counts(capsys):
+    with pytest.raises(StoreError, match="--json-summary /dev/full: could not be written: No space left on device"):
+        run_module.report(Summary("out"), Path("/dev/full"))
+    run_module.report(Summary("out", ended="lost the server", exit_code=6), Path("/dev/full"))
+    assert "error: --json-summary /dev/full: could not be written" in capsys.readouterr().err
