@@ -273,7 +273,7 @@ class ServerPool:
 
     async def _ask(self, server: Server, oldest: _Flight) -> None:
         try:
-            if not await server.client.answers() and oldest in server.flights:
+            if server in self.servers and not await server.client.answers() and oldest in server.flights:
                 silent = time.monotonic() - oldest.sent_at
                 self._lost(server, ConnectionError(f"a prompt is there for {silent:.0f} s, and nothing answers"))
         finally:
