@@ -26,7 +26,7 @@ def inspect(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The dataset.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show how a capture into it goes on, until Ctrl-C.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, help="With --watch: seconds between two looks.")] = 2.0,
+    interval: Annotated[float, typer.Option(min=0.1, max=86400, help="With --watch: seconds between two looks.")] = 2.0,
 ) -> None:
     """Show what a dataset holds, and which layer ids a draft model's config needs."""
     if watch:

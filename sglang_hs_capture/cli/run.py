@@ -68,7 +68,7 @@ def run(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = (
         AnswerSettings.max_new_tokens
     ),
-    temperature: Annotated[float, typer.Option(min=0, help="Of answers.")] = AnswerSettings.temperature,
+    temperature: Annotated[float, typer.Option(min=0, max=1000, help="Of answers.")] = AnswerSettings.temperature,
     top_p: Annotated[float, typer.Option(min=0.001, max=1, help="Of answers.")] = AnswerSettings.top_p,
     max_in_flight: Annotated[
         int, typer.Option(min=1, help="Most prompts in flight, for each server.")

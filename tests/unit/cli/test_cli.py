@@ -498,3 +498,8 @@ def test_a_summary_that_cannot_be_written_is_told_and_a_worse_end_counts(capsys)
         run_module.report(Summary("out"), Path("/dev/full"))
     run_module.report(Summary("out", ended="lost the server", exit_code=6), Path("/dev/full"))
     assert "error: --json-summary /dev/full: could not be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["inspect", "x", "--watch", "--interval", "inf"], ["run", "--temperature", "inf"]])
+def test_a_number_without_end_is_refused(capsys, words):
+    assert call(capsys, *words)[0] == 2
