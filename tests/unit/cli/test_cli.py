@@ -500,6 +500,11 @@ def test_a_summary_that_cannot_be_written_is_told_and_a_worse_end_counts(capsys)
     assert "error: --json-summary /dev/full: could not be written" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["inspect", "x", "--watch", "--interval", "inf"], ["run", "--temperature", "inf"]])
+@pytest.mark.parametrize(
+    "words",
+    [["inspect", "x", "--watch", "--interval", "inf"], ["run", "--data", "x", "--output", "x", "--temperature", "inf"]],
+)
 def test_a_number_without_end_is_refused(capsys, words):
-    assert call(capsys, *words)[0] == 2
+    code, _, err = call(capsys, *words)
+    assert code == 2
+    assert f"Invalid value for '{words[-2]}'" in err
