@@ -15,7 +15,7 @@ from sglang_hs_capture.errors import ConfigError
 from sglang_hs_capture.layers import draft_ids, output_of_layer_ids
 from sglang_hs_capture.store.index import DatasetIndex, load_index
 from sglang_hs_capture.store.schema import FLOAT8, DatasetInfo, all_zero
-from sglang_hs_capture.store.session import is_running
+from sglang_hs_capture.store.session import is_running, read_sessions
 from sglang_hs_capture.text import printable
 
 SHOWN_REASONS = 5
@@ -26,7 +26,7 @@ def inspect(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The dataset.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show how a capture into it goes on, until Ctrl-C.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, help="With --watch: seconds between two looks.")] = 2.0,
+    interval: Annotated[float, typer.Option(min=0.1, max=86400, help="With --watch: seconds between two looks.")] = 2.0,
 ) -> None:
     """Show what a dataset holds, and which layer ids a draft model's config needs."""
     if watch:
@@ -103,7 +103,7 @@ def describe(directory: Path, index: DatasetIndex) -> dict[str, Any]:
                 "updated_at": record.updated_at,
                 "counters": vars(record.counters),
             }
-            for record in index.sessions
+            for record in read_sessions(directory)
         ],
     }
 

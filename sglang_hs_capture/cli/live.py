@@ -13,10 +13,11 @@ from rich.text import Text
 from sglang_hs_capture.driver.progress import Rates
 from sglang_hs_capture.driver.summary import GB
 from sglang_hs_capture.driver.watch import JournalWatch
+from sglang_hs_capture.errors import StoreError
 from sglang_hs_capture.store.identity import read_info
 from sglang_hs_capture.store.journal import JournalTail
 from sglang_hs_capture.store.requests import LEDGER_FILE
-from sglang_hs_capture.store.schema import FailureRecord
+from sglang_hs_capture.store.schema import FailureRecord, parse_rid
 from sglang_hs_capture.store.session import SessionRecord, is_running, read_sessions, replica_of
 from sglang_hs_capture.text import printable
 
@@ -68,15 +69,25 @@ class LiveDataset:
 
         Raises:
             CorruptionError: a file is damaged.
+            StoreError: the dataset is not there any more, or is another one.
         """
         account = self.account
-        account.asked.update(str(raw["id"]) for raw in self._ledger.poll() if raw["t"] == "request")
+        if (created_at := read_info(self._directory).created_at) != self.info.created_at:
+            raise StoreError(
+                f"{self._directory}: another dataset, created at {created_at}, has taken the place of that created at "
+                f"{self.info.created_at}; watch anew"
+            )
+        account.asked.update(str(raw.get("id")) for raw in self._ledger.poll() if raw["t"] == "request")
         for record in self._journals.poll():
             if isinstance(record, FailureRecord):
                 account.failed += 1
                 account.failures.append(record)
-            elif record.rid not in account.acknowledged:
-                account.acknowledged.add(record.rid)
+                continue
+            # A sample that was sent again, as when a run goes on, has another request id and the same key.
+            parsed = parse_rid(record.rid)
+            name = parsed.key if parsed else record.rid
+            if name not in account.acknowledged:
+                account.acknowledged.add(name)
                 account.tokens += record.length
         account.sessions = read_sessions(self._directory)
 
@@ -124,7 +135,7 @@ def watch(directory: Path, console: Console, interval_s: float, pause: Pause = t
         pause: waits so many seconds.
 
     Raises:
-        StoreError: there is no dataset.
+        StoreError: there is no dataset, or not the same one any more.
         CorruptionError: a file of it is damaged.
     """
     dataset = LiveDataset(directory)

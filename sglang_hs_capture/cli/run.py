@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -18,13 +19,14 @@ from sglang_hs_capture.driver.run import KNOWN_ANSWERS, RunSettings
 from sglang_hs_capture.driver.source import count_samples
 from sglang_hs_capture.driver.start import Wanted, run_on_own_server, run_on_ray, run_on_running_servers, served_model
 from sglang_hs_capture.driver.summary import Summary
-from sglang_hs_capture.errors import ConfigError
+from sglang_hs_capture.errors import ConfigError, StoreError
 from sglang_hs_capture.text import printable
 
 OF_ANSWERS = ("max_new_tokens", "temperature", "top_p")
 NOT_OF_ANSWERS = ("split_turns", "overflow", "keep_untrained")
 # What only a server that this command starts can be told.
 RAY_ONLY = ("ray_address", "ray_engines", "ray_nodes", "ray_resources")
+EXAMPLE_URL = "http://127.0.0.1:30000"
 OWN_SERVER_ONLY = ("rid_prefix", "ring_gb", "shard_gb", "min_free_gb", "replica", "device", "start_timeout")
 
 
@@ -66,7 +68,7 @@ def run(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = (
         AnswerSettings.max_new_tokens
     ),
-    temperature: Annotated[float, typer.Option(min=0, help="Of answers.")] = AnswerSettings.temperature,
+    temperature: Annotated[float, typer.Option(min=0, max=1000, help="Of answers.")] = AnswerSettings.temperature,
     top_p: Annotated[float, typer.Option(min=0.001, max=1, help="Of answers.")] = AnswerSettings.top_p,
     max_in_flight: Annotated[
         int, typer.Option(min=1, help="Most prompts in flight, for each server.")
@@ -113,6 +115,8 @@ def run(
     )
     if json_summary is not None and not json_summary.absolute().parent.is_dir():
         raise ConfigError(f"--json-summary: {json_summary.absolute().parent} is not a directory")
+    if json_summary is not None and json_summary.is_dir():
+        raise ConfigError(f"--json-summary: {json_summary} is a directory; name a file")
     _refuse_idle(ctx, max_length=given.max_length, regenerate=regenerate, ray=ray, server=bool(server))
     sglang_args: list[str] = ctx.obj or []
     trust_remote_code = given.trust_remote_code or options.TRUST_FLAG in sglang_args
@@ -125,7 +129,14 @@ def run(
             source = replace(source, tokenizer=str(served.path))
         with make_view(options.total_of(count_samples(data), limit)) as view:
             summary = run_on_running_servers(
-                _urls(server), source, settings, view, model=model, wanted=wanted, api_key=api_key, answers=answers
+                _urls(server, api_key),
+                source,
+                settings,
+                view,
+                model=model,
+                wanted=wanted,
+                api_key=api_key,
+                answers=answers,
             )
     else:
         if model is None:
@@ -194,7 +205,7 @@ def _refuse_idle(ctx: typer.Context, *, max_length: int | None, regenerate: bool
     )
 
 
-def _urls(given: list[str]) -> list[str]:
+def _urls(given: list[str], api_key: str | None) -> list[str]:
     """The URLs given, and those in the files given.
 
     Raises:
@@ -203,14 +214,51 @@ def _urls(given: list[str]) -> list[str]:
     urls: list[str] = []
     for word in given:
         if "://" in word:
+            _check_url(word, "--server", api_key)
             urls.append(word)
         elif Path(word).is_file():
-            urls += [line.strip() for line in Path(word).read_text(encoding="utf-8").splitlines() if line.strip()]
+            urls += _urls_of_file(Path(word), api_key)
         else:
-            raise ConfigError(f"--server {word}: expected a URL such as http://127.0.0.1:30000, or a file of URLs")
-    if not urls or any("://" not in url for url in urls):
-        raise ConfigError(f"--server: expected URLs such as http://127.0.0.1:30000, got {urls}")
+            raise ConfigError(f"--server {word}: expected a URL such as {EXAMPLE_URL}, or a file of URLs")
     return urls
+
+
+def _urls_of_file(path: Path, api_key: str | None) -> list[str]:
+    """The URLs in a file, one on each line; empty lines, and lines that begin with #, are passed over.
+
+    Raises:
+        ConfigError: there is none, or something else.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--server {path}: expected a file with a URL on each line; {error}") from None
+    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), start=1)]
+    lines = [(number, line) for number, line in lines if line and not line.startswith("#")]
+    if not lines:
+        raise ConfigError(f"--server {path}: expected a URL such as {EXAMPLE_URL} on each line, and there is none")
+    for number, line in lines:
+        _check_url(line, f"{path}, line {number}", api_key)
+    return [line for _, line in lines]
+
+
+def _check_url(url: str, where: str, api_key: str | None) -> None:
+    """See that a server can be asked at this URL.
+
+    Raises:
+        ConfigError: as said; a password in it is not repeated.
+    """
+    try:
+        parts = urlsplit(url)
+        place, port = parts.hostname, parts.port
+    except ValueError:
+        place, port = None, None
+    plain = url.isprintable() and " " not in url and port != 0
+    if not plain or not place or parts.scheme not in ("http", "https") or parts.query or parts.fragment:
+        scheme, _, rest = url.partition("://")
+        raise ConfigError(f"{where}: expected a URL such as {EXAMPLE_URL}, got {scheme}://{rest.rpartition('@')[2]}")
+    if parts.username is not None and api_key:
+        raise ConfigError(f"{where}: a user in the URL of {place} and --api-key: only one can be sent; leave one out")
 
 
 def _engines(text: str) -> int | None:
@@ -248,10 +296,21 @@ def _resources(text: str | None) -> dict[str, float] | None:
 
 
 def report(summary: Summary, file: Path | None = None) -> None:
-    """Print the account of a run, and write it to ``file`` where one is named."""
+    """Print the account of a run, and write it to ``file`` where one is named.
+
+    Raises:
+        StoreError: the run went well, and the file cannot be written.
+    """
     for line in summary.lines():
         typer.echo(printable(line))
     if summary.ended:
         typer.echo(f"error: {printable(summary.ended)}", err=True)
-    if file is not None:
+    if file is None:
+        return
+    try:
         file.write_text(json.dumps(summary.to_json(), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        problem = f"--json-summary {file}: could not be written: {error.strerror or error}; the summary is shown above"
+        if not summary.exit_code:
+            raise StoreError(problem) from None
+        typer.echo(f"error: {printable(problem)}", err=True)

@@ -15,11 +15,12 @@ from sglang_hs_capture.cli.second_capture import SecondCapture, require_same_mod
 from sglang_hs_capture.driver.check import find_model
 from sglang_hs_capture.driver.device import Device, use_cpu
 from sglang_hs_capture.driver.summary import GB
-from sglang_hs_capture.errors import ConfigError, CorruptionError, InputError
+from sglang_hs_capture.errors import ConfigError, CorruptionError, HsCaptureError, InputError, StoreError
 from sglang_hs_capture.store.known_answers import KNOWN_ANSWERS_FILE
+from sglang_hs_capture.text import printable
 from sglang_hs_capture.verify.check import CheckResult, CheckSettings, check_dataset
 from sglang_hs_capture.verify.findings import KINDS, Finding, Findings, Severity
-from sglang_hs_capture.verify.report import write_report
+from sglang_hs_capture.verify.report import is_report, write_report
 
 if TYPE_CHECKING:
     from sglang_hs_capture.verify.known_answer import AnswerReport
@@ -87,43 +88,88 @@ def verify(
     sglang_args: list[str] = ctx.obj or []
     directory = directory.expanduser()
     _refuse_useless(ctx, sample, fraction, against_model, reference, known_answer, sglang_args)
-    if report is not None and not report.absolute().parent.is_dir():
-        raise ConfigError(f"--report: {report.absolute().parent} is not a directory")
+    if report is not None:
+        _check_report(report)
     config = find_model(against_model) if against_model else None
     with make_check_view() as view:
         result = check_dataset(directory, CheckSettings(sample, fraction, seed, threads), view)
     comparisons: dict[str, Comparison] = {}
-    if against_model and result.sound:
-        if config is not None:
-            require_same_model(directory, result.info, config, "--against-model")
-        cpu = use_cpu(device)
-        again = SecondCapture(against_model, config, sglang_args, cpu, start_timeout, computed_in)
-        comparisons["recapture"] = again.compare(directory, prompts, seed)
-    if reference and result.sound:
-        comparisons["reference"] = _compare_with_transformers(
-            directory, against_model or result.info.model_path, prompts, computed_in or options.Dtype(result.info.dtype)
-        )
     answers: AnswerReport | None = None
-    if known_answer and result.sound:
-        answers = check_known_answers(directory, model, result.info, prompts, computed_in)
-        _judge_answers(answers, result.findings)
+    failed: HsCaptureError | typer.Exit | None = None
+    try:
+        if against_model and result.sound:
+            if config is not None:
+                require_same_model(directory, result.info, config, "--against-model")
+            cpu = use_cpu(device)
+            again = SecondCapture(against_model, config, sglang_args, cpu, start_timeout, computed_in)
+            comparisons["recapture"] = again.compare(directory, prompts, seed)
+        if reference and result.sound:
+            source, dtype = against_model or result.info.model_path, computed_in or options.Dtype(result.info.dtype)
+            comparisons["reference"] = _compare_with_transformers(directory, source, prompts, dtype)
+        if known_answer and result.sound:
+            answers = check_known_answers(directory, model, result.info, prompts, computed_in)
+            _judge_answers(answers, result.findings)
+    except (HsCaptureError, typer.Exit) as error:
+        failed = error
     for kind, comparison in comparisons.items():
         _judge(kind, comparison, result.findings)
     compared = [*_comparison_lines(comparisons), *([*answers.lines(), ""] if answers else [])]
-    if report is not None:
-        write_report(report, result, compared)
     if as_json:
         more = {kind: comparison.to_json() for kind, comparison in comparisons.items()}
         more |= {"known_answer": answers.to_json()} if answers else {}
         typer.echo(json.dumps({**result.to_json(), **more}, indent=2))
     else:
         for line in lines(result, compared):
-            typer.echo(line)
-        if (against_model or reference or known_answer) and not compared:
+            typer.echo(printable(line))
+        if (against_model or reference or known_answer) and not compared and not failed:
             typer.echo("The states were not compared with the model's, since the dataset is not sound.")
+    _conclude(result, compared, report, failed, strict=strict)
+
+
+def _conclude(
+    result: CheckResult,
+    compared: Sequence[str],
+    report: Path | None,
+    failed: HsCaptureError | typer.Exit | None,
+    *,
+    strict: bool,
+) -> None:
+    """Write the report, and end as it has to be: after all that was found is shown, for which hours were read.
+
+    Raises:
+        CorruptionError: something is wrong with the dataset.
+        HsCaptureError, typer.Exit: nothing is, and the comparison with the model has ``failed``, or the report cannot
+            be written.
+    """
+    if report is not None:
+        try:
+            write_report(report, result, compared)
+        except StoreError as error:
+            failed = failed or error
     findings = result.findings
     if findings.errors or (strict and findings.warnings):
-        raise CorruptionError(f"{directory}: {_verdict(findings)}; {_advice(findings)}")
+        more = f"; {failed}" if isinstance(failed, HsCaptureError) else ""
+        raise CorruptionError(f"{result.path}: {_verdict(findings)}; {_advice(findings)}{more}")
+    if failed:
+        raise failed
+
+
+def _check_report(path: Path) -> None:
+    """Refuse a place where no report can be, or where something else is: a dataset's own file, another document.
+
+    Raises:
+        ConfigError: as said.
+    """
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--report: {path.absolute().parent} is not a directory")
+    if path.is_dir():
+        raise ConfigError(f"--report: {path} is a directory; name a file")
+    try:
+        taken = path.is_file() and path.stat().st_size and not is_report(path)
+    except OSError as error:
+        raise ConfigError(f"--report: {path} cannot be written: {error.strerror or error}") from None
+    if taken:
+        raise ConfigError(f"--report: {path} is there already, and is no report; name another file, or remove it")
 
 
 def _refuse_useless(

@@ -4,19 +4,24 @@ import asyncio
 import contextlib
 import json
 import time
+from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
 
 import aiohttp
 
 from sglang_hs_capture.errors import EngineError
 from sglang_hs_capture.store.known_answers import finite_or_none
+from sglang_hs_capture.text import one_line, shown
 
 CONNECT_TIMEOUT_S = 30.0
-HEALTH_TIMEOUT_S = 30.0
+# For questions beside the work, which a server answers at once or not at all.
+ASIDE_TIMEOUT = aiohttp.ClientTimeout(total=30.0)
 RETRY_PAUSE_S = 1.0
 MESSAGE_LIMIT = 500
 BUSY = (429, 503)
+BUSY_REPLY = object()
 # A capture needs no tokens behind the prompt.
 PREFILL_ONLY = {"max_new_tokens": 0, "temperature": 0}
 
@@ -86,11 +91,17 @@ class ServerClient:
         """Open no connection yet.
 
         Args:
-            url: such as ``http://127.0.0.1:30000``.
+            url: such as ``http://127.0.0.1:30000``. A user and a password in it are sent, and shown in no message.
             api_key: sent as a bearer token where the server wants one.
         """
-        self.url = url.rstrip("/")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
+        parts = urlsplit(url.rstrip("/"))
+        credentials, _, place = parts.netloc.rpartition("@")
+        user, _, password = credentials.partition(":")
+        self.url = parts._replace(netloc=place).geturl()
+        login = f"{unquote(user)}:{unquote(password)}"
+        headers = {"Authorization": f"Basic {b64encode(login.encode()).decode()}"} if credentials else {}
+        if api_key:
+            headers = {"Authorization": f"Bearer {api_key}"}
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
@@ -137,6 +148,8 @@ class ServerClient:
             body |= {"return_logprob": True, "logprob_start_len": predict_from, "top_logprobs_num": 1}
         _, meta = await self._answered(body)
         seen = meta.get("prompt_tokens", len(input_ids))
+        if type(seen) is not int:
+            raise RetryableError(f"expected a number of tokens in the server's reply, got {shown(seen)}")
         # How many positions an image takes is the server's to say.
         if seen < len(input_ids) or (seen > len(input_ids) and not images):
             raise RetryableError(f"the server computed {seen} of the prompt's {len(input_ids)} tokens")
@@ -159,7 +172,9 @@ class ServerClient:
         reply, meta = await self._answered(
             {"rid": rid, "input_ids": list(input_ids), "sampling_params": dict(sampling)}
         )
-        answer = [int(token) for token in reply.get("output_ids") or ()]
+        answer = reply.get("output_ids") or []
+        if not isinstance(answer, list) or not all(type(token) is int for token in answer):
+            raise RetryableError(f"expected token ids in the server's reply, got {shown(answer)}")
         reason = meta.get("finish_reason")
         finish = reason if isinstance(reason, dict) else {}
         if finish.get("type") not in ("stop", "length"):
@@ -179,7 +194,7 @@ class ServerClient:
         deadline = time.monotonic() + patience_s
         while True:
             try:
-                async with self._session.post(f"{self.url}/flush_cache") as response:
+                async with self._session.post(f"{self.url}/flush_cache", timeout=ASIDE_TIMEOUT) as response:
                     if response.status == 200:
                         return True
             except (aiohttp.ClientError, TimeoutError, OSError):
@@ -190,37 +205,42 @@ class ServerClient:
 
     async def _answered(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The server's reply and its ``meta_info``; a server whose queue is full is asked again."""
-        reply = await self._generate(body)
-        while reply is None:
+        while (reply := await self._generate(body)) is BUSY_REPLY:
             await asyncio.sleep(RETRY_PAUSE_S)
-            reply = await self._generate(body)
-        reply = reply if isinstance(reply, dict) else {}
-        meta = reply.get("meta_info", {})
+        meta = reply.get("meta_info", {}) if isinstance(reply, dict) else None
+        if not isinstance(meta, dict):
+            raise RetryableError(f"expected an object with meta_info as the server's reply, got {shown(reply)}")
         reason = meta.get("finish_reason")
         if isinstance(reason, dict) and reason.get("type") == "abort":
             raise RetryableError(f"the server aborted the request: {reason.get('message', 'no reason given')}")
         return reply, meta
 
     async def _generate(self, body: Any) -> Any:
-        """The server's answer; None if its queue is full."""
+        """The server's answer; ``BUSY_REPLY`` if its queue is full."""
         async with self._post("/generate", body) as response:
             if response.status in BUSY:
-                return None
-            if response.status >= 400:
+                return BUSY_REPLY
+            if response.status >= 300:
                 await self._raise_for(response)
             return await _json(response)
 
     @contextlib.asynccontextmanager
     async def _post(self, path: str, body: Any) -> AsyncIterator[aiohttp.ClientResponse]:
         try:
-            async with self._session.post(self.url + path, json=body) as response:
+            # A redirected POST would arrive as a GET, which the server refuses, as if the prompt were at fault.
+            async with self._session.post(self.url + path, json=body, allow_redirects=False) as response:
                 yield response
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, OSError) as error:
-            raise ConnectionError(f"{self.url}: {type(error).__name__}: {error}") from error
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ConnectionError(f"{self.url}: {type(error).__name__}: {one_line(str(error))}") from error
 
     async def _raise_for(self, response: aiohttp.ClientResponse) -> None:
-        message = f"HTTP {response.status}: {_message(await response.text())}"
-        if response.status in (401, 403, 404):
+        if response.status < 400:
+            raise EngineError(
+                f"{self.url}/generate: HTTP {response.status} leads to {shown(response.headers.get('Location', ''))}; "
+                "give the URL of the server itself"
+            )
+        message = f"HTTP {response.status}: {_message((await response.read()).decode(errors='replace'))}"
+        if response.status in (401, 403, 404, 405):
             raise EngineError(f"{self.url}/generate: {message}; is this an SGLang server, and is the API key right?")
         # The prompt is not to blame for a request id that is still in flight.
         if response.status >= 500 or response.status == 408 or "Duplicate request ID" in message:
@@ -230,9 +250,16 @@ class ServerClient:
     async def healthy(self) -> bool:
         """Whether the server answers and says that it is up."""
         try:
-            timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
-            async with self._session.get(f"{self.url}/health", timeout=timeout) as response:
+            async with self._session.get(f"{self.url}/health", timeout=ASIDE_TIMEOUT) as response:
                 return response.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
+    async def answers(self) -> bool:
+        """Whether anything comes back from the server, be it that it is busy or ill."""
+        try:
+            async with self._session.get(f"{self.url}/health", timeout=ASIDE_TIMEOUT):
+                return True
         except (aiohttp.ClientError, TimeoutError, OSError):
             return False
 
@@ -249,11 +276,11 @@ class ServerClient:
         """The server's own account of its settings; empty where it gives none."""
         for path in ("/server_info", "/get_server_info"):
             try:
-                async with self._session.get(self.url + path) as response:
+                async with self._session.get(self.url + path, timeout=ASIDE_TIMEOUT) as response:
                     if response.status == 200:
                         info = await _json(response)
                         return info if isinstance(info, dict) else {}
-            except (aiohttp.ClientError, TimeoutError, OSError):
+            except (aiohttp.ClientError, RetryableError, TimeoutError, OSError):
                 return {}
         return {}
 
@@ -263,7 +290,7 @@ def _prediction(meta: Mapping[str, Any], positions: int) -> Prediction | None:
     try:
         logprobs = finite_or_none([entry[0] for entry in meta["input_token_logprobs"][1:]])
         top = tuple(int(entry[0][1]) for entry in meta["input_top_logprobs"][1:])
-    except (KeyError, TypeError, IndexError, ValueError):
+    except (KeyError, TypeError, IndexError, ValueError, OverflowError):
         return None
     return Prediction(logprobs, top) if len(logprobs) == len(top) == positions else None
 
@@ -271,7 +298,7 @@ def _prediction(meta: Mapping[str, Any], positions: int) -> Prediction | None:
 async def _json(response: aiohttp.ClientResponse) -> Any:
     try:
         return await response.json(content_type=None)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RetryableError(f"the server's reply is not JSON: {error}") from None
 
 
@@ -279,7 +306,7 @@ def _message(text: str) -> str:
     """The server's message out of an error reply, on one line."""
     try:
         found: Any = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = text
     for key in ("error", "message", "detail"):
         if isinstance(found, dict) and key in found:

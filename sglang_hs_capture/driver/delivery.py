@@ -10,7 +10,7 @@ from sglang_hs_capture.data.records import BadRow
 from sglang_hs_capture.driver.client import Prediction, RefusedError, RetryableError, ServerClient
 from sglang_hs_capture.driver.feed import Job
 from sglang_hs_capture.driver.known_answers import AnswerBook, Question
-from sglang_hs_capture.driver.pool import MovedError, NoServerError, ServerPool
+from sglang_hs_capture.driver.pool import MovedError, NoServerError, Server, ServerPool
 from sglang_hs_capture.errors import EngineError
 from sglang_hs_capture.store.requests import RequestRecord
 from sglang_hs_capture.store.schema import FailureRecord, SampleRecord, make_rid, parse_rid
@@ -120,12 +120,15 @@ class Delivery:
     async def _deliver(self, job: Job, computed: asyncio.Event | None, question: Question | None) -> Prediction | None:
         """Send a sample until it is acknowledged; what the engine predicted in that very attempt, if it was asked."""
         failures = 0
+        tried: set[Server] = set()
         for number in itertools.count():
             self.resent += number > 0
             with self._watching(job, number) as pending:
                 try:
                     # Rows that could not be found or proven in the cache are computed anew.
-                    reason = await self._attempt(job, pending, computed, None if number else question, failures > 0)
+                    reason = await self._attempt(
+                        job, pending, computed, tried, question=None if number else question, bypass_cache=failures > 0
+                    )
                 except MovedError:
                     if pending.acknowledged:
                         return pending.answer
@@ -153,6 +156,8 @@ class Delivery:
         job: Job,
         pending: _Pending,
         computed: asyncio.Event | None,
+        tried: set[Server],
+        *,
         question: Question | None,
         bypass_cache: bool,
     ) -> str:
@@ -170,7 +175,7 @@ class Delivery:
                 return f"no acknowledgement within {self._settings.ack_timeout_s:g} s of the server's reply"
 
         try:
-            return await self._pool.serve(job.routing_ids, send)
+            return await self._pool.serve(job.routing_ids, send, tried)
         except (RefusedError, RetryableError, ConnectionError) as error:
             if pending.acknowledged:
                 return ""  # the reply was lost, the states were not

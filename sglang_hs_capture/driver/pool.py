@@ -4,7 +4,7 @@ import asyncio
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,6 +23,9 @@ REMEMBERED = 2**20
 SETTLE_S = 5.0
 # A server that has had its oldest prompt for so long has work for about as long.
 SLOW_S = 5.0
+# One that has had it for so long, and others nothing to do, may be one that is not there any more: a machine that lost
+# its power closes no connection.
+SILENT_S = 60.0
 
 Say = Callable[[str], None]
 Reply = TypeVar("Reply")
@@ -63,6 +66,7 @@ class Server:
         up: whether it could be reached when last tried.
         stopped: why it captures no more; None while it does.
         idle: whether it had nothing to do when the pool last looked.
+        asked: whether it is being asked for a sign of life.
     """
 
     def __init__(self, client: ServerClient, replicas: frozenset[str] | None = None) -> None:
@@ -72,6 +76,7 @@ class Server:
         self.up = True
         self.stopped: HsCaptureError | None = None
         self.idle = False
+        self.asked = False
         self._prefixes: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -157,12 +162,14 @@ class ServerPool:
         server.let_go(server.flights, why)
         await server.client.close()
 
-    async def serve(self, ids: Ids, work: Callable[[ServerClient], Awaitable[Reply]]) -> Reply:
+    async def serve(self, ids: Ids, work: Callable[[ServerClient], Awaitable[Reply]], tried: set[Server]) -> Reply:
         """Choose a server for a prompt and do ``work`` with it, until the prompt is acknowledged or answered.
 
         Args:
             ids: the prompt's tokens or, where it has images, its routing ids (``driver/routing.py``).
             work: sends it to the server chosen.
+            tried: those that had this prompt before, which get it again only where there is no other; the one chosen is
+                added. A server that fails at once has the least to do, and would get every prompt again.
 
         Returns:
             What ``work`` returned.
@@ -174,7 +181,8 @@ class ServerPool:
             Exception: whatever ``work`` raised.
         """
         hashes = _block_hashes(ids)
-        server = self._choose(hashes)
+        server = self._choose(hashes, tried)
+        tried.add(server)
         server.remember(hashes)
         task = asyncio.ensure_future(work(server.client))
         flight = _Flight(task)
@@ -239,13 +247,16 @@ class ServerPool:
 
         To be called from time to time. A server counts as without work when it has none at two calls in a row: then
         nothing comes any more, or all that may be in flight is at the others. What the busiest one answers soon is
-        left to it.
+        left to it. A server that answers nothing for long, and does not say that it lives, is lost.
         """
         usable = [server for server in self.servers if server.usable]
         idle = [server for server in usable if not server.flights]
         waiting = [server for server in idle if server.idle]
         for server in self.servers:
             server.idle = server in idle
+        if waiting:
+            for server in usable:
+                self._ask_if_silent(server)
         busiest = max(usable, key=lambda server: (len(server.flights), server.tokens), default=None)
         if waiting and busiest is not None and len(busiest.flights) > 1:
             flights = list(busiest.flights)
@@ -254,11 +265,26 @@ class ServerPool:
             latest = flights[len(flights) - len(flights) // 2 :]
             busiest.let_go(latest, f"{busiest.client.url} is slower than others, which have nothing to do")
 
-    def _choose(self, hashes: Sequence[int]) -> Server:
+    def _ask_if_silent(self, server: Server) -> None:
+        oldest = next(iter(server.flights), None)
+        if oldest is not None and not server.asked and time.monotonic() - oldest.sent_at >= SILENT_S:
+            server.asked = True
+            self._beside(self._ask(server, oldest))
+
+    async def _ask(self, server: Server, oldest: _Flight) -> None:
+        try:
+            if server in self.servers and not await server.client.answers() and oldest in server.flights:
+                silent = time.monotonic() - oldest.sent_at
+                self._lost(server, ConnectionError(f"a prompt is there for {silent:.0f} s, and nothing answers"))
+        finally:
+            server.asked = False
+
+    def _choose(self, hashes: Sequence[int], tried: set[Server]) -> Server:
         candidates = [server for server in self.servers if server.usable]
         candidates = candidates or [server for server in self.servers if server.stopped is None]
         if not candidates:
             raise NoServerError("no server is left")
+        candidates = [server for server in candidates if server not in tried] or candidates
         candidates = [server for server in candidates if len(server.flights) < self.max_prompts] or candidates
         least = min(server.tokens for server in candidates)
         free = [server for server in candidates if server.tokens - least <= SLACK_TOKENS]
@@ -293,7 +319,11 @@ class ServerPool:
             self._probe(server)
 
     def _probe(self, server: Server) -> None:
-        probe = asyncio.create_task(self._await_return(server))
+        self._beside(self._await_return(server))
+
+    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Have something done while the pool goes on."""
+        probe = asyncio.create_task(work)
         self._probes.add(probe)
         probe.add_done_callback(self._probes.discard)
 

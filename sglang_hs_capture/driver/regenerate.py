@@ -15,7 +15,7 @@ from sglang_hs_capture.driver.answers import Answers
 from sglang_hs_capture.driver.client import RefusedError, RetryableError, ServerClient, Window
 from sglang_hs_capture.driver.delivery import RESEND_PAUSE_S, DeliverySettings, DroppedError, regain
 from sglang_hs_capture.driver.ending import Ending
-from sglang_hs_capture.driver.pool import MovedError, ServerPool
+from sglang_hs_capture.driver.pool import MovedError, Server, ServerPool
 from sglang_hs_capture.driver.progress import AnswerSnapshot, ProgressView
 from sglang_hs_capture.store.schema import sample_key
 from sglang_hs_capture.text import shown
@@ -234,9 +234,10 @@ class _Work:
             return await client.answer(rid, tokens, sampling)
 
         delivery, failures = self._plan.delivery, 0
+        tried: set[Server] = set()
         while True:
             try:
-                return await self._server.pool.serve(tokens, send)
+                return await self._server.pool.serve(tokens, send, tried)
             except MovedError:
                 continue
             except (RetryableError, ConnectionError) as error:

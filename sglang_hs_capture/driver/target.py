@@ -179,10 +179,28 @@ class RunningServers(Target):
                     f"{self.pool.url}: no process of {replica} captures {', '.join(missing)} into "
                     f"{self._directory}: expected one of each pipeline stage that has such layers; see the server's log"
                 )
-        if len(replicas) < len(self._urls):
+        claimed: dict[str, str] = {}
+        for server in self.pool.servers:
+            url, mine = server.client.url, sorted(server.replicas or ())
+            for replica in mine:
+                if replica in claimed:
+                    raise EngineError(
+                        f"{claimed[replica]} and {url} both capture as {replica}: name a server once, if they are the "
+                        "same; else start each with a --replica of its own"
+                    )
+                claimed[replica] = url
+            if mine and not set(mine) & set(replicas):
+                raise EngineError(
+                    f"{url} should capture as {', '.join(mine)} into {self._directory}, and only "
+                    f"{', '.join(replicas)} are there; see that server's log for a warning about sglang_hs_capture"
+                )
+        # Of those that do not tell, each must be one of the replicas that nobody else is.
+        untold = [server.client.url for server in self.pool.servers if server.replicas is None]
+        left = [replica for replica in replicas if replica not in claimed]
+        if len(left) < len(untold):
             raise EngineError(
-                f"expected {len(self._urls)} servers that capture into {self._directory}, found "
-                f"{', '.join(replicas)}; start each with a --replica of its own"
+                f"expected {len(self._urls)} servers that capture into {self._directory}, found {', '.join(replicas)}; "
+                f"{', '.join(untold)} cannot all be among them: start each with a --replica of its own"
             )
 
     async def _ask_settings(self, server: Server) -> None:
@@ -196,7 +214,7 @@ class RunningServers(Target):
                 f"the server at {server.client.url} captures into {capture.output_dir}, not into --output "
                 f"{self._directory}; give the server's own directory"
             )
-        ranks = max(int(info.get(name) or 1) for name in ("dp_size", "attn_dp_size"))
+        ranks = max(size for name in ("dp_size", "attn_dp_size") if type(size := info.get(name, 1) or 1) is int)
         server.replicas = replica_names(capture.replica, ranks)
 
     def check_alive(self) -> None:

@@ -9,6 +9,7 @@ from sglang_hs_capture.store.journal import JournalTail, malformed
 from sglang_hs_capture.store.replay import journal_path, journal_writers
 from sglang_hs_capture.store.schema import FailureRecord, SampleRecord, ShardRecord
 from sglang_hs_capture.store.session import Counters, SessionRecord, read_sessions, replica_of
+from sglang_hs_capture.store.stages import StageJoin
 
 _SHARED = ("rows", "samples", "failed", "incomplete")
 _NOW = ("ring_bytes", "slot_table_bytes")
@@ -24,8 +25,7 @@ class JournalWatch:
         self._directory = directory
         self._tails: dict[str, JournalTail] = {}
         self._columns: dict[tuple[str, int], tuple[str, ...]] = {}
-        self._missing: dict[tuple[str, int, int], frozenset[str]] = {}
-        self._all: frozenset[str] = frozenset()
+        self._join: StageJoin[None] | None = None
 
     def poll(self) -> list[SampleRecord | FailureRecord]:
         """The samples acknowledged, with all columns of the dataset, and the failures recorded since the last call.
@@ -59,13 +59,10 @@ class JournalWatch:
         return None
 
     def _is_whole(self, writer: str, sample: SampleRecord) -> bool:
-        key = (sample.rid, sample.length, sample.end_hash)
-        # What a dataset holds never changes, and is written before the first sample.
-        self._all = self._all or frozenset(read_info(self._directory).columns)
-        missing = self._missing.pop(key, self._all).difference(self._columns[writer, sample.extents[0].shard])
-        if missing:
-            self._missing[key] = missing
-        return not missing
+        if self._join is None:
+            # What a dataset holds never changes, and is written before the first sample.
+            self._join = StageJoin(read_info(self._directory).columns)
+        return self._join.add(sample, self._columns[writer, sample.extents[0].shard], None).whole
 
 
 class SessionWatch:

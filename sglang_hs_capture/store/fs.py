@@ -7,6 +7,7 @@ forgetful disk in its place by replacing ``fs.os``.
 import ctypes
 import errno
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -60,6 +61,28 @@ def io_errors(path: Path, action: str) -> Iterator[None]:
 def open_file(path: Path, flags: int) -> int:
     """Open a file, close-on-exec, creating it with the process's umask where the flags say so."""
     return os.open(path, flags | os.O_CLOEXEC, 0o666)
+
+
+def open_to_read(path: Path) -> int:
+    """Open a file for reading, close-on-exec; a pipe in its place is refused, and not waited for until somebody writes.
+
+    Raises:
+        OSError: it is not there, or is no regular file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode):
+        return fd
+    os.close(fd)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    raise OSError("it is no regular file")
+
+
+def read_bytes(path: Path) -> bytes:
+    """All of a file; see ``open_to_read``."""
+    with os.fdopen(open_to_read(path), "rb") as file:
+        return file.read()
 
 
 def pwrite_all(fd: int, data: Buffer, offset: int) -> None:

@@ -1,19 +1,21 @@
 """The index of a dataset: which samples it holds, joined from all journals and the driver's ledger."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_hs_capture.errors import CorruptionError
+from sglang_hs_capture.errors import CorruptionError, StoreError
+from sglang_hs_capture.store import fs
 from sglang_hs_capture.store.identity import read_info
 from sglang_hs_capture.store.media import expand_loss_mask
 from sglang_hs_capture.store.replay import Replay, ShardState, journal_writers, replay_journal
 from sglang_hs_capture.store.requests import DroppedRecord, RequestRecord, Requests, load_requests
 from sglang_hs_capture.store.schema import RESTORE, DatasetInfo, Extent, Media, parse_rid, rle_decode
-from sglang_hs_capture.store.session import SessionRecord, read_sessions
 from sglang_hs_capture.store.shard import ShardLayout, ShardPaths
+from sglang_hs_capture.store.stages import Acknowledged, Joined, StageJoin
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,6 @@ class DatasetIndex:
         unclaimed: acknowledged, of requests as the driver names them, but unknown to the ledger: their ids and loss
             masks are lost with its record; not among ``samples``.
         shards: those with durable rows, by writer and number.
-        sessions: the latest of each writer.
     """
 
     info: DatasetInfo
@@ -136,7 +137,6 @@ class DatasetIndex:
     mismatched: tuple[SampleEntry, ...]
     unclaimed: tuple[SampleEntry, ...]
     shards: tuple[ShardEntry, ...]
-    sessions: tuple[SessionRecord, ...]
 
     @property
     def pending(self) -> tuple[str, ...]:
@@ -178,7 +178,6 @@ def load_index(directory: Path) -> DatasetIndex:
         shards=tuple(
             ShardEntry(r.writer, n, state) for r in replays for n, state in sorted(r.shards.items()) if state.rows
         ),
-        sessions=tuple(read_sessions(directory)),
     )
 
 
@@ -188,9 +187,12 @@ def _check_file(directory: Path, layout: ShardLayout, number: int, state: ShardS
     needed = layout.file_size(state.rows) if state.finished else layout.data_end(state.rows)
     for path in (paths.finished, paths.partial, paths.finished):
         try:
-            size = path.stat().st_size
-        except FileNotFoundError:
-            continue
+            with fs.io_errors(path, "look at"):
+                size = path.stat().st_size
+        except StoreError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                continue
+            raise
         if size < needed:
             raise CorruptionError(
                 f"{path}: expected at least {needed} bytes for {state.rows} rows, got {size}; {RESTORE}"
@@ -212,7 +214,8 @@ def _join(
     names = {record.key: record.id for record in ledger.requests.values()}
     found: dict[str, SampleEntry] = {}
     mismatched, unclaimed = [], []
-    for rid, length, end_hash, media, parts in _whole(info, replays):
+    for joined in _whole(info, replays):
+        (rid, length, end_hash, media), parts = joined.name, tuple(joined.parts)
         request = ledger.requests.get(_sample_id(rid, names))
         if request is None:
             entry = SampleEntry.by_hand(rid, length, end_hash, parts, media)
@@ -230,20 +233,23 @@ def _join(
     return (*by_ledger, *found.values()), tuple(mismatched), tuple(unclaimed)
 
 
-_Acknowledged = tuple[str, int, int, Media | None]
+def _whole(info: DatasetInfo, replays: list[Replay]) -> list[Joined[SamplePart]]:
+    """What is acknowledged with every column; of what is acknowledged several times under one name, the first."""
+    found: dict[Acknowledged, Joined[SamplePart]] = {}
+    for joined in join_all(info, replays):
+        if joined.whole:
+            found.setdefault(joined.name, joined)
+    return list(found.values())
 
 
-def _whole(
-    info: DatasetInfo, replays: list[Replay]
-) -> list[tuple[str, int, int, Media | None, tuple[SamplePart, ...]]]:
-    """Put pipeline stages together: what is acknowledged, and the parts, of each request that has every column."""
-    found: dict[_Acknowledged, list[SamplePart]] = {}
-    missing: dict[_Acknowledged, frozenset[str]] = {}
+def join_all(info: DatasetInfo, replays: Iterable[Replay]) -> list[Joined[SamplePart]]:
+    """Put the acknowledgements of all journals together: each once, whole or not, in the order in which they begin."""
+    join: StageJoin[SamplePart] = StageJoin(info.columns)
+    every = []
     for replay in replays:
         for sample in replay.samples:
-            key = (sample.rid, sample.length, sample.end_hash, sample.media)
-            left, columns = missing.get(key, frozenset(info.columns)), replay.columns(sample)
-            if not left.isdisjoint(columns):
-                found.setdefault(key, []).append(SamplePart(replay.writer, columns, sample.extents))
-                missing[key] = left.difference(columns)
-    return [(*key, tuple(parts)) for key, parts in found.items() if not missing[key]]
+            columns = replay.columns(sample)
+            joined = join.add(sample, columns, SamplePart(replay.writer, columns, sample.extents))
+            if len(joined.parts) == 1:
+                every.append(joined)
+    return every

@@ -78,7 +78,7 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """
     with fs.io_errors(path, "read"):
         try:
-            file = path.open("rb")
+            file = os.fdopen(fs.open_to_read(path), "rb")
         except FileNotFoundError:
             return
     with file:
@@ -195,8 +195,13 @@ class JournalTail:
 
     def _new_bytes(self) -> bytes:
         try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = fs.open_to_read(self.path)
         except FileNotFoundError:
+            if self._offset:
+                raise CorruptionError(
+                    f"{self.path}: it was read before, and is not there any more: the dataset was moved or removed, or "
+                    "its file system is gone; bring it back, and run again"
+                ) from None
             return b""
         try:
             size = os.fstat(fd).st_size

@@ -32,7 +32,7 @@ def read_object(path: Path, remedy: str) -> dict[str, Any] | None:
     """
     with fs.io_errors(path, "read"):
         try:
-            text = path.read_bytes()
+            text = fs.read_bytes(path)
         except FileNotFoundError:
             return None
     try:

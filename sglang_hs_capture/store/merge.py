@@ -3,23 +3,25 @@
 import itertools
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sglang_hs_capture.errors import ConfigError, DatasetMismatchError, DiskFullError
+from sglang_hs_capture.errors import ConfigError, CorruptionError, DatasetMismatchError, DiskFullError
 from sglang_hs_capture.store import fs
 from sglang_hs_capture.store.identity import DATASET_FILE, FINAL_NORM_FILE, SHARD_FOLDER, read_info
 from sglang_hs_capture.store.index import DatasetIndex, SampleEntry, load_index
 from sglang_hs_capture.store.journal import encode_line, read_records
 from sglang_hs_capture.store.jsonfile import read_object, write_object
+from sglang_hs_capture.store.known_answers import KNOWN_ANSWERS_FILE
 from sglang_hs_capture.store.lock import FileLock
 from sglang_hs_capture.store.origin import Origin, read_origins, write_origins
 from sglang_hs_capture.store.recovery import lock_path, recover_dataset
 from sglang_hs_capture.store.replay import journal_path, journal_writers
 from sglang_hs_capture.store.requests import LEDGER_FILE, RequestRecord
-from sglang_hs_capture.store.session import session_path
+from sglang_hs_capture.store.session import read_sessions, session_path
 from sglang_hs_capture.store.shard import ShardLayout, ShardPaths
 
 PLAN_FILE = "merge.json"
@@ -68,7 +70,9 @@ def merge(out: Path, directories: Sequence[Path], say: Say = lambda text: None) 
         CorruptionError: one of them is damaged.
         DiskFullError, StoreError: the disk refuses; what was done so far is kept for another try.
     """
-    out, directories = out.absolute(), [directory.absolute() for directory in directories]
+    # A dataset takes the place of what a link leads to, not of the link.
+    out = out.resolve() if out.is_symlink() else out.absolute()
+    directories = [directory.absolute() for directory in directories]
     _check_names(out, directories)
     with ExitStack() as stack:
         for directory in directories:
@@ -86,6 +90,7 @@ def merge(out: Path, directories: Sequence[Path], say: Say = lambda text: None) 
             copied += _take_shards(building, source, say)
             say(f"{source.directory}: {len(source.index.shards)} shards, {len(source.index.samples)} samples")
         _write_records(building, sources)
+        _write_answers(building, sources, say)
         with fs.io_errors(out, "name the dataset"):
             fs.fsync_dir(building / SHARD_FOLDER)
             fs.rename(building, out)
@@ -186,7 +191,13 @@ def _conflicts(sources: Sequence[Source]) -> Iterator[str]:
 
 def _begin(building: Path, sources: Sequence[Source]) -> None:
     """Keep what an interrupted merge of the same datasets left in ``building``, and remove what another one left."""
-    plan = {"sources": [{"directory": str(source.directory), "writers": source.names} for source in sources]}
+    # A dataset that was captured anew in the same place has other shards under the same names.
+    plan = {
+        "sources": [
+            {"directory": str(source.directory), "writers": source.names, "created_at": source.index.info.created_at}
+            for source in sources
+        ]
+    }
     if read_object(building / PLAN_FILE, _AFRESH) == plan:
         return
     with fs.io_errors(building, "empty"):
@@ -203,7 +214,8 @@ def _take_shards(building: Path, source: Source, say: Say) -> int:
     """
     missing: list[tuple[Path, Path, int]] = []
     for entry in source.index.shards:
-        there = ShardPaths.of(source.directory, entry.writer, entry.shard).finished
+        # A shard that was moved elsewhere and linked to is taken from there: a link to a link may lead nowhere.
+        there = ShardPaths.of(source.directory, entry.writer, entry.shard).finished.resolve()
         here = ShardPaths.of(building, source.names[entry.writer], entry.shard).finished
         if here.exists():
             continue
@@ -227,7 +239,7 @@ def _copy(there: Path, here: Path) -> None:
     """Copy a file; it gets its name when all of it is durable."""
     growing = here.with_suffix(".copying")
     with fs.io_errors(here, "copy"), ExitStack() as stack:
-        source = fs.open_file(there, os.O_RDONLY)
+        source = fs.open_to_read(there)
         stack.callback(os.close, source)
         target = fs.open_file(growing, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         stack.callback(os.close, target)
@@ -247,7 +259,7 @@ def _write_records(building: Path, sources: Sequence[Source]) -> None:
         for writer, name in source.names.items():
             _write_journal(building, source, writer, name)
             _write_origin(building, source, writer, name)
-        for session in source.index.sessions:
+        for session in read_sessions(source.directory):
             if session.writer in source.names:
                 name = source.names[session.writer]
                 closed = replace(session, writer=name, state="closed", error=None, error_kind=None)
@@ -289,6 +301,23 @@ def _write_ledger(building: Path, sources: Sequence[Source]) -> None:
     _write(building / LEDGER_FILE, b"".join(map(encode_line, records)))
 
 
+def _write_answers(building: Path, sources: Sequence[Source], say: Say) -> None:
+    """Join what the engines predicted for samples that no other dataset holds: each belongs to one capture of it."""
+    holders = Counter(sample.id for source in sources for sample in source.index.samples)
+    lines: list[bytes] = []
+    for source in sources:
+        path = source.directory / KNOWN_ANSWERS_FILE
+        try:
+            lines += [encode_line(raw) for _, raw in read_records(path) if holders[str(raw.get("id"))] == 1]
+        except CorruptionError as error:
+            say(f"warning: known answers are left out, which only verify --known-answer reads: {error}")
+    if lines:
+        _write(building / KNOWN_ANSWERS_FILE, b"".join(lines))
+    else:
+        with fs.io_errors(building / KNOWN_ANSWERS_FILE, "remove"):
+            fs.remove(building / KNOWN_ANSWERS_FILE)
+
+
 def _write(path: Path, data: bytes) -> None:
     with fs.io_errors(path, "write"):
         fs.replace_file(path, data)
@@ -296,4 +325,4 @@ def _write(path: Path, data: bytes) -> None:
 
 def _read_or_none(path: Path) -> bytes | None:
     with fs.io_errors(path, "read"):
-        return path.read_bytes() if path.exists() else None
+        return fs.read_bytes(path) if path.exists() else None

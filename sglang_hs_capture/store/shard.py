@@ -271,7 +271,7 @@ def read_token_chunks(path: Path, rows: int, dtype: np.dtype[np.void]) -> Iterat
     Raises:
         CorruptionError: the file is shorter.
     """
-    fd = fs.open_file(path, os.O_RDONLY)
+    fd = fs.open_to_read(path)
     try:
         for start in range(0, rows, _CHUNK_ROWS):
             tokens = np.empty(min(_CHUNK_ROWS, rows - start), dtype)

@@ -26,7 +26,7 @@ def finished_rows(path: Path, layout: ShardLayout) -> int:
         CorruptionError: they are not.
         FileNotFoundError: there is no such file.
     """
-    with path.open("rb") as file:
+    with os.fdopen(fs.open_to_read(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
@@ -77,7 +77,7 @@ class ShardReader:
         with fs.io_errors(self.paths.finished, "read"):
             try:
                 self.rows = finished_rows(self.paths.finished, self.layout)
-                self._fds = [fs.open_file(self.paths.finished, os.O_RDONLY)]
+                self._fds = [fs.open_to_read(self.paths.finished)]
             except FileNotFoundError:
                 return False
         if self.rows < rows:
@@ -90,8 +90,8 @@ class ShardReader:
         self.rows = rows
         with fs.io_errors(self.paths.partial, "read"):
             try:
-                self._fds.append(fs.open_file(self.paths.partial, os.O_RDONLY))
-                self._fds.append(fs.open_file(self.paths.tokens, os.O_RDONLY))
+                self._fds.append(fs.open_to_read(self.paths.partial))
+                self._fds.append(fs.open_to_read(self.paths.tokens))
             except FileNotFoundError:
                 self.close()
                 return False

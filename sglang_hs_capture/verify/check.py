@@ -7,7 +7,7 @@ import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -18,12 +18,13 @@ import numpy as np
 import xxhash
 
 from sglang_hs_capture.errors import StoreError
+from sglang_hs_capture.store import fs
 from sglang_hs_capture.store.elements import to_float32
 from sglang_hs_capture.store.identity import DATASET_FILE, FINAL_NORM_FILE, SHARD_FOLDER, read_info
 from sglang_hs_capture.store.index import SampleEntry
 from sglang_hs_capture.store.known_answers import KNOWN_ANSWERS_FILE
 from sglang_hs_capture.store.origin import Origin, origin_path, read_origins
-from sglang_hs_capture.store.replay import ShardState, journal_writers
+from sglang_hs_capture.store.replay import ShardState, journal_path, journal_writers
 from sglang_hs_capture.store.schema import DTYPE_OF_SAFETENSORS, DatasetInfo, RowsRecord, check_writer
 from sglang_hs_capture.store.session import is_running, read_session
 from sglang_hs_capture.store.shard import ShardLayout, ShardPaths
@@ -160,6 +161,7 @@ class _Check:
         self._info = self._read_info()
         self._result = CheckResult(str(directory), self._info, self._findings, Statistics(self._info.columns))
         self._states: dict[tuple[str, int], ShardState] = {}
+        self._sizes: dict[str, int] = {}
         self._lock = threading.Lock()
         self._origins_read: dict[str, tuple[Origin, ...]] = {}
         self._open = lru_cache(OPEN_SHARDS)(self._open_shard)
@@ -221,6 +223,17 @@ class _Check:
                 live = True
         return live
 
+    def _goes_on(self, writers: Iterable[str]) -> bool:
+        """Whether a capture adds to the dataset, also one of another host, of whose processes nothing is known.
+
+        To be asked after a file was looked at: rows are in the journal before a file with them has its final name.
+        """
+        if not self._result.live:
+            self._result.live = any(
+                _size(journal_path(self._directory, writer)) != self._sizes.get(writer, 0) for writer in writers
+            )
+        return self._result.live
+
     def _journals(self) -> list[Journal]:
         journals = []
         for writer in journal_writers(self._directory):
@@ -229,6 +242,7 @@ class _Check:
             except ValueError as error:
                 self._findings.add(Finding("stray-file", str(error), f"journal-{writer}.jsonl"))
                 continue
+            self._sizes[writer] = _size(journal_path(self._directory, writer))
             journal = read_journal(self._directory, writer, self._findings)
             self._result.journals[f"journal-{writer}.jsonl"] = journal.counts
             journals.append(journal)
@@ -276,7 +290,7 @@ class _Check:
             affected = owners.of(writer, number, 0, state.rows)
             try:
                 file = ShardFile(self._directory, layout, state.rows)
-                check_file(file, state, self._result.live, self._findings, self._origins(writer))
+                check_file(file, state, self._goes_on([writer]), self._findings, self._origins(writer))
             except FileNotFoundError:
                 text = f"the journal has {state.rows} durable rows in it, and it is not there" + _such_as(affected)
                 self._findings.add(Finding("shard-missing", text, name), affected)
@@ -338,7 +352,7 @@ class _Check:
     def _final_norm(self) -> None:
         path = self._directory / FINAL_NORM_FILE
         try:
-            data = path.read_bytes()
+            data = fs.read_bytes(path)
         except FileNotFoundError:
             text = "there is no such file, so post-norm states cannot be derived from pre-norm ones"
             self._findings.add(Finding("final-norm-missing", text, FINAL_NORM_FILE))
@@ -351,15 +365,16 @@ class _Check:
 
     def _stray_files(self) -> None:
         """Shards that no journal names. Unfinished ones without durable rows are what a crash leaves."""
-        if self._result.live:
-            return
+        paths = sorted((self._directory / SHARD_FOLDER).glob("*"))
         writers = set(journal_writers(self._directory))
-        for path in sorted((self._directory / SHARD_FOLDER).glob("*")):
+        if self._goes_on(writers):
+            return
+        for path in paths:
             writer, _, number = path.stem.rpartition("-")
             finished = path.suffix == ".safetensors"
-            known = number.isdigit() and (writer, int(number)) in self._states
+            known = number.isdecimal() and (writer, int(number)) in self._states
             if (finished and not known) or (path.suffix == ".partial" and writer not in writers):
-                text = f"a shard of {path.stat().st_size} bytes, of whose rows there is nothing in a journal"
+                text = f"a shard of {path.lstat().st_size} bytes, of whose rows there is nothing in a journal"
                 self._findings.add(Finding("stray-file", text, f"{SHARD_FOLDER}/{path.name}"))
 
     def _judge_columns(self, owners: Owners) -> None:
@@ -399,6 +414,14 @@ class _Check:
             column,
         )
         self._findings.add(finding, affected)
+
+
+def _size(path: Path) -> int:
+    """A file's size; 0 where it cannot be told, which whoever reads the file will say."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _outlier_text(extreme: Extreme, median: float) -> str:

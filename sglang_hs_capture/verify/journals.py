@@ -1,12 +1,14 @@
 """Journals and ledger read past whatever is damaged in them, so that one bad line hides nothing behind it."""
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sglang_hs_capture.errors import StoreError
+from sglang_hs_capture.store import fs
 from sglang_hs_capture.store.journal import decode_line
 from sglang_hs_capture.store.known_answers import KNOWN_ANSWERS_FILE, KnownAnswer
 from sglang_hs_capture.store.replay import Replay, ShardState, journal_path
@@ -57,7 +59,7 @@ def sound_lines(path: Path, kind: str, findings: Findings, counts: LineCounts) -
 
 
 def _sound_lines(path: Path, kind: str, findings: Findings, counts: LineCounts) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open("rb") as file:
+    with os.fdopen(fs.open_to_read(path), "rb") as file:
         number = 0
         while line := file.readline(MAX_LINE):
             number += 1

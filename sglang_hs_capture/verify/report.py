@@ -33,6 +33,7 @@ _TICKS: tuple[tuple[float, tuple[float, ...]], ...] = (
     (float("inf"), (1,)),
 )
 BANDS = ((0.01, 0.99), (0.25, 0.75))
+_BEGIN = '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>Check of '
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 84em; padding: 0 1em; color: #222; }
 h1 { font-size: 1.5em; } h2 { font-size: 1.2em; margin-top: 2em; } h3 { font-size: 1em; margin: 1em 0 .3em; }
@@ -57,6 +58,16 @@ def write_report(path: Path, result: CheckResult, comparisons: Sequence[str] = (
         raise StoreError(f"{path}: the report could not be written: {error.strerror or error}") from error
 
 
+def is_report(path: Path) -> bool:
+    """Whether a file is a report as ``write_report`` makes them.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return file.read(len(_BEGIN)) == _BEGIN.encode()
+
+
 def html_report(result: CheckResult, comparisons: Sequence[str] = ()) -> str:
     """The whole page; see ``write_report``."""
     parts = [
@@ -74,11 +85,8 @@ def html_report(result: CheckResult, comparisons: Sequence[str] = ()) -> str:
     for column, name in enumerate(result.statistics.columns):
         parts += [f"<h3>{escape(name)}</h3>", _charts(result.statistics, column)]
     body = "\n".join(parts)
-    title = escape(f"Check of {result.path}")
-    return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
-        f"<style>{_STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
-    )
+    title = escape(result.path)
+    return f"{_BEGIN}{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
 
 
 def _verdict(result: CheckResult) -> str:

@@ -1,30 +1,22 @@
 """The samples of a dataset: each asked for present once, and its tokens, positions and hashes agreeing."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sglang_hs_capture.store.hashing import prefix_hashes
-from sglang_hs_capture.store.index import SampleEntry, SamplePart
+from sglang_hs_capture.store.index import SampleEntry, SamplePart, join_all
 from sglang_hs_capture.store.media import prompt_hash
 from sglang_hs_capture.store.replay import Replay
 from sglang_hs_capture.store.requests import LEDGER_FILE, Requests
-from sglang_hs_capture.store.schema import DatasetInfo, Extent, Media, RequestName, parse_rid, to_hex
+from sglang_hs_capture.store.schema import DatasetInfo, Extent, RequestName, parse_rid, to_hex
+from sglang_hs_capture.store.stages import Joined
 from sglang_hs_capture.verify.findings import Finding, Findings
 from sglang_hs_capture.verify.shards import ShardFile
 
 OpenShard = Callable[[str, int], ShardFile | None]
-
-
-@dataclass
-class _Group:
-    """Parts of one acknowledgement, as they are found in one writer's journal after the other."""
-
-    parts: list[SamplePart]
-    missing: frozenset[str]
 
 
 def join(info: DatasetInfo, replays: Sequence[Replay], ledger: Requests, findings: Findings) -> list[SampleEntry]:
@@ -37,15 +29,15 @@ def join(info: DatasetInfo, replays: Sequence[Replay], ledger: Requests, finding
     found: list[SampleEntry] = []
     present: defaultdict[str, list[SampleEntry]] = defaultdict(list)
     others: defaultdict[str, list[SampleEntry]] = defaultdict(list)
-    for (rid, length, end_hash, media), group in _groups(info, replays):
+    incomplete: list[tuple[str, Joined[SamplePart]]] = []
+    for joined in join_all(info, replays):
+        (rid, length, end_hash, media), parts = joined.name, tuple(joined.parts)
         parsed = parse_rid(rid)
         id = names.get(parsed.key) if parsed else None
         request = ledger.requests.get(id if id is not None else rid)
-        if group.missing:
-            text = f"the columns {', '.join(sorted(group.missing))} of this acknowledgement are in no journal"
-            findings.add(Finding("incomplete", text, _journal(group.parts[0].writer), request.id if request else rid))
+        if not joined.whole:
+            incomplete.append((request.id if request else rid, joined))
             continue
-        parts = tuple(group.parts)
         if request is None:
             entry = SampleEntry.by_hand(rid, length, end_hash, parts, media)
             if parsed is not None:
@@ -57,26 +49,13 @@ def join(info: DatasetInfo, replays: Sequence[Replay], ledger: Requests, finding
             same = request.is_met_by(length, end_hash, media)
             (present if same else others)[request.id].append(entry)
         found.append(entry)
+    for id, joined in incomplete:
+        # What a pipeline began before it died means nothing once the sample was captured again.
+        if id not in present:
+            text = f"the columns {', '.join(sorted(joined.missing))} of this acknowledgement are in no journal"
+            findings.add(Finding("incomplete", text, _journal(joined.parts[0].writer), id))
     _count(ledger, present, others, findings)
     return found
-
-
-_Acknowledged = tuple[str, int, int, Media | None]
-
-
-def _groups(info: DatasetInfo, replays: Sequence[Replay]) -> Iterable[tuple[_Acknowledged, _Group]]:
-    groups: dict[_Acknowledged, list[_Group]] = {}
-    for replay in replays:
-        for sample in replay.samples:
-            columns = replay.columns(sample)
-            mine = groups.setdefault((sample.rid, sample.length, sample.end_hash, sample.media), [])
-            group = next((g for g in mine if g.missing.issuperset(columns)), None)
-            if group is None:
-                group = _Group([], frozenset(info.columns))
-                mine.append(group)
-            group.parts.append(SamplePart(replay.writer, columns, sample.extents))
-            group.missing -= frozenset(columns)
-    return ((key, group) for key, mine in groups.items() for group in mine)
 
 
 def _unclaimed(entry: SampleEntry, name: RequestName, findings: Findings) -> None:

@@ -52,7 +52,7 @@ class ShardFile:
         for paths in ((self.paths.finished,), (self.paths.partial, self.paths.tokens), (self.paths.finished,)):
             with suppress(FileNotFoundError):
                 for path in paths:
-                    self._fds.append(fs.open_file(path, os.O_RDONLY))
+                    self._fds.append(fs.open_to_read(path))
                 break
             self.close()
         else:
@@ -225,7 +225,7 @@ def _header_difference(found: bytes, wanted: bytes) -> str:
 def info_of_header(path: Path) -> DatasetInfo | None:
     """What a finished shard says of its dataset; None where it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(fs.open_to_read(path), "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(length, 1 << 27)))
         return DatasetInfo.from_json(json.loads(header["__metadata__"]["dataset"]), str(path))
@@ -236,7 +236,7 @@ def info_of_header(path: Path) -> DatasetInfo | None:
 def record_of_header(path: Path, shard: int) -> tuple[int, tuple[str, ...]] | None:
     """Where a finished shard's data begins, and its columns; None where it cannot be read, or is another shard's."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(fs.open_to_read(path), "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             metadata = json.loads(file.read(min(length, 1 << 27)))["__metadata__"]
         return (length + 8, tuple(json.loads(metadata["columns"]))) if int(metadata["shard"]) == shard else None

@@ -65,6 +65,7 @@ class FakeServer:
         self.requests: list[str] = []
         self.generated: list[dict[str, Any]] = []
         self.flushes = 0
+        self.ranks = 1
         self.url = ""
         self.record = SessionRecord(
             writer=writer,
@@ -140,7 +141,7 @@ class FakeServer:
     async def _info(self, _: web.Request) -> web.Response:
         replica = int(self.record.writer.removeprefix("dp").partition("-")[0])
         overrides = {"hs_capture": {"output_dir": str(self.directory), "replica": replica}}
-        return web.json_response({"json_model_override_args": json.dumps(overrides)})
+        return web.json_response({"json_model_override_args": json.dumps(overrides), "dp_size": self.ranks})
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()

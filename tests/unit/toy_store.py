@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_hs_capture.store.hashing import prefix_hashes
-from sglang_hs_capture.store.schema import DatasetInfo, Extent
+from sglang_hs_capture.store.schema import DatasetInfo, Extent, Media
 from sglang_hs_capture.store.writer import StoreWriter
 
 ROWS_PER_SHARD = 5
@@ -90,8 +90,8 @@ def queue_sample(store: StoreWriter, rid: str, tokens: list[int], release: Calla
     return extents
 
 
-def put_sample(store: StoreWriter, rid: str, tokens: list[int]) -> list[Extent]:
+def put_sample(store: StoreWriter, rid: str, tokens: list[int], media: Media | None = None) -> list[Extent]:
     """Append a prompt and have the next commit acknowledge it."""
     extents, end_hash = append_tokens(store, tokens)
-    store.add_sample(rid, len(tokens), extents, end_hash)
+    store.add_sample(rid, len(tokens), extents, end_hash, media)
     return extents

@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import typer
@@ -16,6 +17,7 @@ from sglang_hs_capture.cli.main import main, split
 from sglang_hs_capture.cli.options import CaptureOptions
 from sglang_hs_capture.driver.regenerate import AnswerSettings
 from sglang_hs_capture.driver.summary import Summary
+from sglang_hs_capture.errors import ConfigError, StoreError
 from sglang_hs_capture.model_config import load_model_config
 from sglang_hs_capture.store.hashing import end_hash, prefix_hashes
 from sglang_hs_capture.store.requests import DroppedRecord, RequestLedger, RequestRecord
@@ -432,3 +434,77 @@ def test_an_option_that_would_have_no_effect_is_refused(capsys, tmp_path, words,
     code, _, err = call(capsys, "run", "--data", data, "--output", tmp_path / "out", *words)
     assert code == 2
     assert named in err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"http://a:1/\nhttps://[::1]:2\n",
+        b"\xef\xbb\xbf# the first rack\r\nhttp://a:1/\r\n\r\n  https://[::1]:2\r\n",
+    ],
+)
+def test_servers_are_named_in_a_file(tmp_path, text):
+    file = tmp_path / "servers.txt"
+    file.write_bytes(text)
+    assert run_module._urls([str(file)], None) == ["http://a:1/", "https://[::1]:2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"", "on each line, and there is none"),
+        (b"# none yet\n", "on each line, and there is none"),
+        (b"\xff\xfeh", "expected a file with a URL on each line"),
+        (b"http://a:1\na:2\n", "servers.txt, line 2: expected a URL such as"),
+        (b"http://a:1 # the first\n", "servers.txt, line 1: expected a URL such as"),
+    ],
+)
+def test_a_file_of_servers_that_has_something_else_is_refused(tmp_path, text, said):
+    file = tmp_path / "servers.txt"
+    file.write_bytes(text)
+    with pytest.raises(ConfigError, match=said):
+        run_module._urls([str(file)], None)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://",
+        "://a",
+        "ftp://a",
+        "http://[::1",
+        "http://a:99999",
+        "http://a:0",
+        "http://a:b",
+        "http://a/?x=1",
+        "http://a b",
+    ],
+)
+def test_a_url_at_which_no_server_can_be_asked_is_refused_at_once(url):
+    with pytest.raises(ConfigError, match="--server: expected a URL such as"):
+        run_module._urls([url], None)
+
+
+def test_a_password_in_a_url_is_not_repeated_and_not_sent_beside_a_key():
+    assert run_module._urls(["http://me:secret@a:1"], None)
+    for url, key in (("http://me:secret@a:x", None), ("http://me:secret@a:1", "key")):
+        with pytest.raises(ConfigError) as refused:
+            run_module._urls([url], key)
+        assert "secret" not in str(refused.value)
+
+
+def test_a_summary_that_cannot_be_written_is_told_and_a_worse_end_counts(capsys):
+    with pytest.raises(StoreError, match="--json-summary /dev/full: could not be written: No space left on device"):
+        run_module.report(Summary("out"), Path("/dev/full"))
+    run_module.report(Summary("out", ended="lost the server", exit_code=6), Path("/dev/full"))
+    assert "error: --json-summary /dev/full: could not be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["inspect", "x", "--watch", "--interval", "inf"], ["run", "--data", "x", "--output", "x", "--temperature", "inf"]],
+)
+def test_a_number_without_end_is_refused(capsys, words):
+    code, _, err = call(capsys, *words)
+    assert code == 2
+    assert f"Invalid value for '{words[-2]}'" in err

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -123,3 +124,37 @@ def test_watching_nothing_is_refused(tmp_path, capsys):
         main(["inspect", str(tmp_path), "--watch", "--json"])
     assert ended.value.code == 2
     assert "--watch and --json: give one of them" in capsys.readouterr().err
+
+
+def test_a_sample_that_was_sent_again_counts_once(tmp_path):
+    capture = Capture(tmp_path / "states", steps=1)
+    dataset = live.LiveDataset(tmp_path / "states")
+    ids = make_sample("s0").input_ids
+    for attempt in range(2):
+        extents = capture.store.append(
+            bytes(len(ids) * INFO.row_bytes), ids, np.arange(len(ids)), prefix_hashes(ids, 0, 0)
+        )
+        rid = make_rid("hs-", sample_key("s0"), attempt, end_hash(ids))
+        capture.store.add_sample(rid, len(ids), extents, end_hash(ids))
+    capture.store.close()
+    dataset.poll()
+    assert "1 acknowledged of 1 asked for (5 tokens)" in dataset.lines(0.0)[1]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_dataset_that_vanishes_or_is_replaced_is_told(tmp_path, again):
+    capture = Capture(tmp_path / "states", steps=2)
+
+    def vanish() -> None:
+        capture.store.close()
+        (tmp_path / "states").rename(tmp_path / "moved")
+        if again:
+            info = replace(INFO, created_at="2026-01-01T00:00:00.000Z")
+            StoreWriter.open(
+                tmp_path / "states", "dp0-pp0", info, session_id="5e", shard_bytes=2**20, min_free_bytes=0
+            ).close()
+
+    steps = iter([lambda: capture.pause(0.5), vanish])
+    said = "another dataset, created at 2026" if again else "there is no dataset.json"
+    with pytest.raises(StoreError, match=said):
+        live.watch(tmp_path / "states", Console(file=StringIO(), width=200), 0.5, lambda _: next(steps)())

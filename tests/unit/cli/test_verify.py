@@ -17,6 +17,7 @@ from sglang_hs_capture.cli import verify as verify_module
 from sglang_hs_capture.cli.check_view import BarView, LineView
 from sglang_hs_capture.cli.main import main
 from sglang_hs_capture.driver.summary import Summary
+from sglang_hs_capture.store.jsonfile import write_object
 from sglang_hs_capture.verify import parity
 
 
@@ -192,9 +193,47 @@ def test_the_report_holds_everything_itself(capsys, dataset, tmp_path):
             assert all(0 <= float(number) <= 420 for number in pair.split(","))
 
 
+def test_a_report_is_written_over_a_report_and_over_nothing_else(capsys, dataset, tmp_path):
+    report, notes = tmp_path / "report.html", tmp_path / "notes.html"
+    report.touch()
+    notes.write_text("<!DOCTYPE html>\n<html>mine</html>")
+    for _ in range(2):
+        assert call(capsys, dataset, "--report", report)[0] == 0
+    for other in (notes, dataset / "dataset.json", dataset / made.JOURNAL):
+        before = other.read_bytes()
+        code, out, err = call(capsys, dataset, "--report", other)
+        assert (code, out) == (2, "")
+        assert f"{other} is there already, and is no report" in err
+        assert other.read_bytes() == before
+    code, _, err = call(capsys, dataset, "--report", tmp_path)
+    assert code == 2
+    assert "is a directory; name a file" in err
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_was_found_is_told_though_the_report_cannot_be_written(capsys, dataset, damaged):
+    if damaged:
+        damage(dataset)
+    code, out, err = call(capsys, dataset, "--json", "--report", "/dev/full")
+    assert code == 4
+    assert json.loads(out)["sound"] is not damaged
+    assert "/dev/full: the report could not be written: No space left on device" in err
+    assert ("samples that are not to be used" in err) is damaged
+
+
+def test_a_description_cannot_speak_to_the_terminal(capsys, dataset):
+    info = json.loads((dataset / "dataset.json").read_text())
+    info.pop("crc")
+    write_object(dataset / "dataset.json", {**info, "model_path": "\x1b[2J\ud800"})
+    out = call(capsys, dataset)[1]
+    assert "\\x1b[2J\\ud800" in out
+    assert "\x1b" not in out
+
+
 def test_a_model_of_another_config_is_refused(capsys, dataset, model):
     code, out, err = call(capsys, dataset, "--against-model", model)
-    assert (code, out) == (4, "")
+    assert code == 4
+    assert "Sound: nothing is wrong" in out, "what was read is told all the same"
     assert "was captured from a model with the config c0ffee, and that of --against-model is" in err
 
 
@@ -260,8 +299,9 @@ def test_a_second_capture_that_fails_ends_with_its_own_code(capsys, dataset, mod
         return Summary("x", ended="the server was killed by SIGKILL", exit_code=6)
 
     monkeypatch.setattr(second_capture, "run_on_own_server", run)
-    code, _, err = call(capsys, dataset, "--against-model", model)
+    code, out, err = call(capsys, dataset, "--against-model", model, "--json")
     assert code == 6
+    assert json.loads(out)["sound"]
     assert "could not be captured again: the server was killed by SIGKILL" in err
 
 
@@ -347,7 +387,8 @@ def test_answers_that_final_states_do_not_lead_to_are_an_error(capsys, answered,
 
 
 def test_known_answers_that_cannot_be_had(capsys, answered, tmp_path):
-    code, _, err = call(capsys, answered, "--known-answer")
+    code, out, err = call(capsys, answered, "--known-answer")
+    assert "Sound: nothing is wrong" in out
     assert (code, "name a directory with the model's weights by --model" in err) == (2, True)
     (answered / "known_answers.jsonl").unlink()
     code, _, err = call(capsys, answered, "--known-answer", "--model", tmp_path / "weights")

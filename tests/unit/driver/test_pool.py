@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from sglang_hs_capture.driver import delivery, pump
 from sglang_hs_capture.driver import pool as pool_module
@@ -19,6 +20,7 @@ from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.driver.target import RunningServers
 from sglang_hs_capture.errors import DiskFullError, EngineError, StoreError
 from sglang_hs_capture.store.index import load_index
+from sglang_hs_capture.store.session import write_session
 from tests.unit.fake_server import FakeServer, Lines, make_sample
 
 
@@ -50,6 +52,9 @@ class Client:
     async def healthy(self) -> bool:
         return self.up
 
+    async def answers(self) -> bool:
+        return self.up
+
     async def wait_healthy(self, grace_s: float) -> bool:
         while not self.up and grace_s > 0:
             await asyncio.sleep(0.01)
@@ -65,7 +70,7 @@ def pool_of(clients: list[Client], say: Callable[[str], None] = lambda text: Non
 
 
 def serve(pool: ServerPool, prompt: list[int]) -> Any:
-    return pool.serve(prompt, lambda client: client.prefill(prompt))
+    return pool.serve(prompt, lambda client: client.prefill(prompt), set())
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -289,6 +294,43 @@ async def test_the_last_prompt_of_a_server_stays_where_it_is(monkeypatch):
 
 
 @in_a_loop
+async def test_the_last_prompt_of_a_server_that_is_not_there_any_more_goes_to_another(monkeypatch):
+    """A machine without power closes no connection: only a question shows it."""
+    monkeypatch.setattr("sglang_hs_capture.driver.pool.SETTLE_S", 0.0)
+    monkeypatch.setattr("sglang_hs_capture.driver.pool.RETRY_PAUSE_S", 0.01)
+    said: list[str] = []
+    clients = [Client("a"), Client("b")]
+    pool = pool_of(clients, said.append)
+    (task,) = await send(pool, [tokens(0, 10)])
+    pool.rebalance()
+    pool.rebalance()
+    await settle()
+    assert not task.done(), "nothing is asked so early"
+    monkeypatch.setattr("sglang_hs_capture.driver.pool.SILENT_S", 0.0)
+    pool.rebalance()
+    await settle()
+    assert not task.done(), "the server says that it lives"
+    clients[0].up = False
+    pool.rebalance()
+    await asyncio.sleep(0.1)
+    with pytest.raises(MovedError, match="a was lost"):
+        await task
+    assert "Lost a (a prompt is there for 0 s, and nothing answers)" in said[0]
+    await pool.close()
+
+
+@in_a_loop
+async def test_a_prompt_that_failed_goes_to_a_server_that_has_not_had_it():
+    clients = [Client("a"), Client("b"), Client("c")]
+    for client in clients:
+        client.gate.set()
+    pool, tried, prompt = pool_of(clients), set(), tokens(0, 200)
+    names = [await pool.serve(prompt, lambda client: client.prefill(prompt), tried) for _ in range(4)]
+    assert sorted(names[:3]) == ["a", "b", "c"]
+    assert names[3] in names[:3], "there is no other"
+
+
+@in_a_loop
 async def test_what_a_lost_server_answered_and_did_not_acknowledge_is_given_back(monkeypatch):
     monkeypatch.setattr(pool_module, "SETTLE_S", 0.05)
     monkeypatch.setattr(pool_module, "RETRY_PAUSE_S", 0.01)
@@ -354,11 +396,57 @@ async def test_servers_of_one_dataset_are_opened_together(tmp_path):
 
 
 @in_a_loop
+async def test_servers_that_do_not_tell_their_names_are_counted(tmp_path):
+    class Silent(FakeServer):
+        async def _info(self, _: Any) -> Any:
+            return web.Response(text="<html>")
+
+    async with Silent(tmp_path) as first, Silent(tmp_path, writer="dp1-pp0") as second:
+        assert len((await opened([first, second], tmp_path))[0]) == 2
+        second.record.state = "closed"
+        write_session(tmp_path, second.record)
+        with pytest.raises(EngineError, match=r"expected 2 servers .* found dp0; .* cannot all be among them"):
+            await opened([first, second], tmp_path)
+
+
+@in_a_loop
 async def test_servers_under_one_name_are_refused(tmp_path):
     """The second server's capture was refused by the dataset's lock, though it serves."""
     async with FakeServer(tmp_path) as first, FakeServer(tmp_path / "other") as second:
         second.directory = tmp_path
-        with pytest.raises(EngineError, match=r"expected 2 servers .* found dp0; start each with"):
+        with pytest.raises(EngineError, match=rf"{first.url} and {second.url} both capture as dp0: name a server once"):
+            await opened([first, second], tmp_path)
+
+
+@in_a_loop
+async def test_one_server_under_two_addresses_is_refused(tmp_path):
+    async with FakeServer(tmp_path) as first, FakeServer(tmp_path, writer="dp1-pp0"):
+        urls = [first.url, first.url.replace("127.0.0.1", "localhost")]
+        target = RunningServers(urls, tmp_path, expected=lambda info: [], api_key=None, grace_s=2.0)
+        with pytest.raises(EngineError, match="both capture as dp0"):
+            await target.open(Lines().say)
+        await target.close()
+
+
+@in_a_loop
+async def test_a_server_that_captures_nothing_is_not_taken_for_one_of_anothers_ranks(tmp_path):
+    """The first one has two data-parallel ranks, so that there are as many replicas as URLs."""
+
+    class Plain(FakeServer):
+        async def _info(self, _: Any) -> Any:
+            return web.json_response({})
+
+    async with FakeServer(tmp_path) as first, FakeServer(tmp_path, writer="dp1-pp0"), Plain(tmp_path / "x") as plain:
+        first.ranks = 2
+        with pytest.raises(EngineError, match=f"expected 2 servers .* found dp0, dp1; {plain.url} cannot all be among"):
+            await opened([first, plain], tmp_path)
+
+
+@in_a_loop
+async def test_a_server_whose_process_is_not_there_is_told(tmp_path):
+    async with FakeServer(tmp_path) as first, FakeServer(tmp_path / "other", writer="dp3-pp0") as second:
+        second.directory = tmp_path
+        with pytest.raises(EngineError, match=f"{second.url} should capture as dp3 .* only dp0 are there"):
             await opened([first, second], tmp_path)
 
 
@@ -424,6 +512,7 @@ def run_on_two(
     during: Callable[[FakeServer, FakeServer], Any],
     behave: Callable[[int, str], str] = lambda number, rid: "ok",
     samples: int = 60,
+    attempts: int = 1,
 ) -> tuple[Summary, FakeServer, FakeServer, Lines]:
     """A whole run on two servers, the first of which behaves like ``behave``; ``during`` runs beside it."""
     lines = Lines()
@@ -434,7 +523,7 @@ def run_on_two(
             target = RunningServers(urls, directory, expected=lambda info: [], api_key=None, grace_s=2.0)
             settings = RunSettings(
                 directory,
-                delivery=DeliverySettings(attempts=1, ack_timeout_s=60.0, grace_s=5.0),
+                delivery=DeliverySettings(attempts=attempts, ack_timeout_s=60.0, grace_s=5.0),
                 pump=PumpSettings(max_prompts=4),
             )
             wanted = [make_sample(f"s{number}", line=number + 1) for number in range(samples)]
@@ -444,6 +533,19 @@ def run_on_two(
             return summary, first, second
 
     return (*asyncio.run(main()), lines)
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_server_that_fails_at_once_makes_no_sample_fail(tmp_path):
+    """It always has the least to do, and would get each of its failures again."""
+
+    async def during(_first: FakeServer, _second: FakeServer) -> None:
+        return
+
+    summary, first, second, _ = run_on_two(tmp_path, during, behave=lambda number, rid: "error", attempts=2)
+    assert (summary.captured, summary.dropped, summary.exit_code) == (60, [], 0)
+    assert len(first.requests) <= 60
+    assert len(second.requests) == 60
 
 
 @pytest.mark.usefixtures("_quick")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from sglang_hs_capture.driver.watch import JournalWatch, SessionWatch
-from sglang_hs_capture.store.schema import FailureRecord
+from sglang_hs_capture.store.schema import FailureRecord, Media
 from sglang_hs_capture.store.session import Counters, SessionRecord, write_session
 from tests.unit.toy_store import open_store, put_sample
 
@@ -39,6 +39,16 @@ def test_stages_that_disagree_about_the_tokens_make_no_sample(tmp_path):
     watch = JournalWatch(tmp_path)
     put_sample(first, "hs-a", [1, 2])
     put_sample(second, "hs-a", [1, 3])
+    first.close()
+    second.close()
+    assert rids(watch) == []
+
+
+def test_stages_that_disagree_about_the_images_make_no_sample(tmp_path):
+    first, second = (open_store(tmp_path, writer, columns=columns) for writer, columns in STAGES.items())
+    watch = JournalWatch(tmp_path)
+    put_sample(first, "hs-a", [1, 2], media=Media(((1, 1),), 9, 7))
+    put_sample(second, "hs-a", [1, 2])
     first.close()
     second.close()
     assert rids(watch) == []

@@ -11,7 +11,6 @@ from sglang_hs_capture.store.hashing import end_hash
 from sglang_hs_capture.store.index import load_index
 from sglang_hs_capture.store.requests import DroppedRecord, RequestLedger, RequestRecord
 from sglang_hs_capture.store.schema import Extent, make_rid, sample_key
-from sglang_hs_capture.store.session import SessionRecord, write_session
 
 PROMPTS = {"a": [1, 2, 3], "b": [4, 5], "c": [6], "d": [7, 8]}
 
@@ -135,20 +134,27 @@ def test_stages_that_saw_other_tokens_are_not_joined(tmp_path: Path) -> None:
     assert load_index(tmp_path).samples == ()
 
 
-def test_shards_and_sessions_are_listed(tmp_path: Path) -> None:
+def test_shards_are_listed(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     put_sample(store, "a", [1, 2, 3, 4, 5, 6])
     store.commit()
     append_tokens(store, [7])
-    write_session(tmp_path, SessionRecord("dp0-pp0", "s", 1, "h", state="ready"))
     index = load_index(tmp_path)
     assert [(e.writer, e.shard, e.state.rows, e.state.finished) for e in index.shards] == [
         ("dp0-pp0", 0, 5, True),
         ("dp0-pp0", 1, 1, False),
     ]
-    assert [session.state for session in index.sessions] == ["ready"]
     assert index.info == make_info()
     store.close()
+
+
+def test_a_damaged_session_record_hides_no_sample(tmp_path: Path) -> None:
+    """``verify`` calls it a warning: whoever reads samples has no use for it."""
+    store = open_store(tmp_path)
+    put_sample(store, "a", [1, 2])
+    store.close()
+    (tmp_path / "session-dp0-pp0.json").write_text("{")
+    assert [sample.id for sample in load_index(tmp_path).samples] == ["a"]
 
 
 def test_a_folder_without_a_dataset_is_told(tmp_path: Path) -> None:
@@ -190,3 +196,14 @@ def test_a_sample_that_the_ledger_has_lost_is_not_taken_for_one_sent_by_hand(tmp
     assert [sample.rid for sample in index.unclaimed] == [rid("a")]
     with pytest.warns(UserWarning, match="1 captured samples are left out"):
         assert len(HiddenStateDataset(tmp_path)) == 1
+
+
+def test_a_shard_that_cannot_be_looked_at_is_told_with_its_reason(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    put_sample(store, "r", [1, 2])
+    store.close()
+    (shard,) = (tmp_path / "shards").iterdir()
+    shard.unlink()
+    shard.symlink_to(shard.name)
+    with pytest.raises(StoreError, match=f"{shard}: could not look at: Too many levels of symbolic links"):
+        load_index(tmp_path)

@@ -175,3 +175,14 @@ def test_tail_says_when_delivered_lines_vanish(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:10])
     with pytest.raises(CorruptionError, match="bytes that were read before are gone"):
         tail.poll()
+
+
+def test_a_file_that_was_followed_and_is_gone_is_told(tmp_path):
+    path = tmp_path / "journal-w.jsonl"
+    tail = JournalTail(path)
+    assert tail.poll() == []
+    path.write_bytes(encode_line({"t": "x"}))
+    assert len(tail.poll()) == 1
+    path.unlink()
+    with pytest.raises(CorruptionError, match=f"{path}: it was read before, and is not there any more"):
+        tail.poll()

@@ -19,6 +19,12 @@ from sglang_hs_capture import HiddenStateDataset
 from sglang_hs_capture.errors import ConfigError, DatasetLockedError, DatasetMismatchError, DiskFullError
 from sglang_hs_capture.store import fs
 from sglang_hs_capture.store.index import load_index
+from sglang_hs_capture.store.known_answers import (
+    KNOWN_ANSWERS_FILE,
+    AnswerFile,
+    KnownAnswer,
+    load_known_answers,
+)
 from sglang_hs_capture.store.merge import Merged, merge
 from sglang_hs_capture.store.origin import origin_path, read_origins, write_origins
 from sglang_hs_capture.store.requests import DroppedRecord, RequestLedger, RequestRecord
@@ -322,3 +328,59 @@ def test_a_merge_goes_on_where_it_was_and_another_one_begins_afresh(tmp_path, mo
     merge_in_child(tmp_path / "other", [first, second], KillAt(renames[3], torn=False))
     assert merge(tmp_path / "other", [second, first]).copied == shards
     assert_joined(tmp_path / "other", first, second)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_merge_into_a_link_makes_what_the_link_leads_to(tmp_path, there):
+    first, elsewhere = make(tmp_path / "a", some(1, 2)), tmp_path / "disk" / "out"
+    elsewhere.parent.mkdir()
+    if there:
+        elsewhere.mkdir()
+    (tmp_path / "out").symlink_to(elsewhere)
+    merge(tmp_path / "out", [first])
+    assert (tmp_path / "out").is_symlink()
+    assert_joined(tmp_path / "out", first)
+    assert {path.name for path in elsewhere.parent.iterdir()} == {"out"}
+
+
+def test_a_shard_that_was_moved_and_linked_to_is_taken_from_where_it_is(tmp_path):
+    """A name given to the link itself would lead nowhere, and to nothing once the original is removed."""
+    first, disk_two = make(tmp_path / "a", some(1, 2, 3)), tmp_path / "disk"
+    disk_two.mkdir()
+    for number, shard in enumerate(sorted((first / "shards").iterdir())):
+        moved = shard.rename(disk_two / f"moved-{number}")
+        shard.symlink_to(Path("..") / ".." / "disk" / moved.name)
+    merge(tmp_path / "deep" / "down" / "out", [first])
+    shards = list((tmp_path / "deep" / "down" / "out" / "shards").iterdir())
+    assert shards
+    assert not any(shard.is_symlink() for shard in shards)
+    assert_joined(tmp_path / "deep" / "down" / "out", first)
+
+
+def test_shards_of_a_dataset_captured_anew_in_between_are_not_taken_for_the_new_ones(tmp_path, monkeypatch):
+    first = make(tmp_path / "a", some(1, 2, 3))
+    with monkeypatch.context() as patch:
+        patch.setattr("sglang_hs_capture.store.merge._write_records", lambda *_: os._exit(1))
+        merge_in_child(tmp_path / "out", [first], FaultyOS())
+    assert list((tmp_path / ".out.merging" / "shards").iterdir())
+    first.rename(tmp_path / "old")
+    first = make(tmp_path / "a", some(4, 5, 6), created_at="2025-06-01T00:00:00.000Z")
+    merge(tmp_path / "out", [first])
+    assert_joined(tmp_path / "out", first)
+
+
+def test_what_the_engines_predicted_is_joined_for_samples_that_one_dataset_has(tmp_path):
+    first, second = make(tmp_path / "a", some(1, 2)), make(tmp_path / "b", some(2, 3))
+    for directory, ids in ((first, ["s1", "s2"]), (second, ["s2", "s3"])):
+        file = AnswerFile(directory)
+        for id in ids:
+            file.append(KnownAnswer(id, 3, 7, 1, (-0.5,), (4,)))
+        file.close()
+    merge(tmp_path / "out", [first, second])
+    assert [answer.id for answer in load_known_answers(tmp_path / "out")] == ["s1", "s3"]
+    flip(second / KNOWN_ANSWERS_FILE, 10)
+    said: list[str] = []
+    merge(tmp_path / "other", [first, second], said.append)
+    assert [answer.id for answer in load_known_answers(tmp_path / "other")] == ["s1"]
+    assert any(f"{second / KNOWN_ANSWERS_FILE}, line 1: the checksum is wrong" in line for line in said)
+    assert check(tmp_path / "other").sound

@@ -4,9 +4,11 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import made_dataset as made
 import numpy as np
@@ -480,6 +482,73 @@ def test_a_session_that_runs_may_be_ahead_of_its_journal(tmp_path):
     assert kinds(result) == {"torn-line"}
 
 
+@pytest.mark.parametrize("more", [1, 5])
+def test_a_capture_of_another_host_may_be_ahead_of_what_was_read(tmp_path, monkeypatch, more):
+    """Whether its process runs cannot be seen from here; that its journal grows can."""
+    store = made.make(tmp_path, close=False)
+    record = SessionRecord(made.WRITER, "5e55", 1, "another-host", state="ready")
+    write_session(tmp_path, record)
+    read = check_module.read_journal
+
+    def read_and_go_on(*args: Any) -> Any:
+        journal = read(*args)
+        with RequestLedger.open(tmp_path) as ledger:
+            for number in range(more):
+                tokens = made.tokens_of(100 + number, 16)
+                made.put_sample(store, ledger, f"t{number}", tokens, "bfloat16", lambda _id, _states: None)
+        return journal
+
+    monkeypatch.setattr(check_module, "read_journal", read_and_go_on)
+    result = check(tmp_path)
+    store.close()
+    assert result.live
+    assert kinds(result) == {"missing"}, result.findings.listed()
+    monkeypatch.undo()
+    assert not check(tmp_path).live
+
+
+@pytest.fixture
+def _no_endless_wait() -> Iterator[None]:
+    """Whoever opens a pipe to read waits until somebody writes."""
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits"))
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("_no_endless_wait")
+@pytest.mark.parametrize("put", [os.mkfifo, os.mkdir])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("shards/dp0-pp0-000001.safetensors", "unreadable"),
+        (JOURNAL, "unreadable"),
+        ("requests.jsonl", "unreadable"),
+        ("known_answers.jsonl", "unreadable"),
+        ("final_norm.safetensors", "unreadable"),
+        ("dataset.json", "dataset-file"),
+        ("session-x.json", "session-file"),
+        ("origin-dp0-pp0.json", "origin-file"),
+    ],
+)
+def test_what_is_no_file_is_a_finding(dataset, name, kind, put):
+    (dataset / name).unlink(missing_ok=True)
+    put(dataset / name)
+    assert any(finding.file == name or name in finding.what for finding in found(check(dataset), kind))
+    if kind != "session-file" and name not in {"known_answers.jsonl", "final_norm.safetensors", "origin-dp0-pp0.json"}:
+        with pytest.raises(StoreError):
+            load_index(dataset)
+
+
+@pytest.mark.parametrize("name", ["x-000001", "dp0-pp0-\u00b2", "-", "dp0-pp0-"])
+def test_a_stray_shard_may_have_any_name_and_lead_nowhere(dataset, name):
+    (dataset / "shards" / f"{name}.safetensors").symlink_to("nowhere")
+    result = check(dataset)
+    assert kinds(result) == {"stray-file"}
+    assert found(result, "stray-file")[0].file == f"shards/{name}.safetensors"
+
+
 def test_a_lost_journal_is_an_error(dataset):
     (dataset / JOURNAL).unlink()
     result = check(dataset)
@@ -643,8 +712,11 @@ def test_names_cannot_speak_to_the_terminal():
     assert "\\x1b[2J\\nSound" in str(finding)
 
 
-def make_stages(tmp_path: Path) -> None:
-    """A dataset of two writers that have some of the columns each; the second one lacks a sample."""
+def make_stages(tmp_path: Path, more: tuple[str, ...] = ()) -> None:
+    """A dataset of two writers that have some of the columns each; the second one lacks a sample.
+
+    ``more`` are the writers that capture that sample afterwards.
+    """
     info = made.info_of()
     stages = {"dp0-pp0": made.COLUMNS[:1], "dp0-pp1": made.COLUMNS[1:]}
     rids = [f"r{number}" for number in range(3)]
@@ -652,7 +724,9 @@ def make_stages(tmp_path: Path) -> None:
         store = StoreWriter.open(
             tmp_path, writer, info, session_id="5e55", min_free_bytes=0, shard_bytes=1 << 20, columns=columns
         )
-        for number, rid in enumerate(rids[: 3 if writer == "dp0-pp0" else 2]):
+        asked = list(enumerate(rids[: 3 if writer == "dp0-pp0" else 2]))
+        asked += [(2, "r2")] * (writer in more)
+        for number, rid in asked:
             tokens = made.tokens_of(number, 9)
             hashes = prefix_hashes(tokens, 0, 0)
             states = made.states_of(tokens)[:, [made.COLUMNS.index(name) for name in columns]]
@@ -673,6 +747,13 @@ def test_the_stages_of_a_pipeline_are_put_together(tmp_path):
     assert (result.samples, result.shards) == (2, 2)
     assert result.statistics.rows.tolist() == [27, 18, 18]
     assert {sample.id for sample in load_index(tmp_path).samples} == {"r0", "r1"}
+
+
+def test_what_one_stage_acknowledged_before_the_pipeline_died_is_nothing_to_a_sample_captured_since(tmp_path):
+    make_stages(tmp_path, more=("dp0-pp0", "dp0-pp1"))
+    result = check(tmp_path)
+    assert kinds(result) == set()
+    assert result.samples == 3
 
 
 def test_another_writers_rows_are_named_too(tmp_path):
