@@ -26,7 +26,7 @@ from chat_templates import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hs_capture.data.preparation import Preparation, SplitTurns
+from sglang_hs_capture.data.preparation import LossOn, Preparation, SplitTurns
 from sglang_hs_capture.data.records import Conversation, Excluded, Exclusion, InputProblem, Prepared, Sample
 from sglang_hs_capture.data.samples import SamplePreparer
 from sglang_hs_capture.errors import InputError
@@ -251,6 +251,37 @@ def test_a_template_that_changes_what_is_said_shows_no_end_of_turn_but_the_token
     messages = [user("a"), assistant("b"), user("c"), assistant("d")]
     assert trained_on(make_tokenizer(template), messages) == ["B<|im_end|>\n", "D<|im_end|>\n"]
     assert trained_on(make_tokenizer(template, eos="<|im_end|>"), messages) == ["B<|im_end|>", "D<|im_end|>"]
+
+
+@pytest.mark.parametrize("loss_on", LossOn)
+@pytest.mark.parametrize(
+    ("marked", "from_header"),
+    [
+        ("true", True),
+        ("true", False),
+        ("message.role == 'assistant'", True),
+        ("message.role in ['assistant', 'tool']", False),
+        ("message.role == 'assistant' and loop.index == 5", False),
+        ("message.role == 'assistant' and loop.index == 3", False),
+        ("message.role == 'system'", False),
+    ],
+    ids=["all", "all-contents", "headers", "tools", "second-turn", "first-turn", "none-of-it"],
+)
+def test_markers_around_more_or_less_than_what_is_said_are_replaced_by_prefixes(marked, from_header, loss_on):
+    header = "{{- '<|im_start|>' ~ message.role ~ '\\n' }}"
+    said = "{{- message.content ~ '<|im_end|>\\n' }}"
+    before, inside = ("", header + said) if from_header else (header, said)
+    template = (
+        f"{{%- for message in messages %}}{before}{{%- if {marked} %}}{{% generation %}}{inside}{{% endgeneration %}}"
+        f"{{%- else %}}{inside}{{% endif %}}{{%- endfor %}}"
+        "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    messages = [system("Rules"), user("One"), assistant("Call"), tool("x", "Result"), assistant("Two"), user("Three")]
+    [sample] = SamplePreparer(make_tokenizer(template), Preparation(loss_on=loss_on)).prepare(
+        Conversation("id", "f.jsonl:1", messages)
+    )
+    turns = ["Call<|im_end|>", "Two<|im_end|>"]
+    assert masked(make_tokenizer(template), sample) == (turns[-1:] if loss_on is LossOn.LAST else turns)
 
 
 def test_markers_that_a_row_switches_off_are_replaced_by_prefixes():
