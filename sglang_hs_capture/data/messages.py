@@ -10,6 +10,10 @@ from sglang_hs_capture.text import shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+# By what other tools leave a turn of the assistant out of the loss. All of them are trained on here, so a row that asks
+# for something else must not pass.
+_SHARE_KEYS = ("weight", "train", "loss")
+
 _SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -157,6 +161,12 @@ def _parse_message(raw: Any, where: str) -> Message:
     reasoning = message.pop("reasoning", None)
     if reasoning is not None:
         message.setdefault("reasoning_content", reasoning)
+    if role == "assistant":
+        _check_share(message, where)
+    if message.get("function_call"):
+        raise BadRow(
+            f"{where}: function_call: expected the call in tool_calls, a list; got {shown(raw['function_call'])}"
+        )
     for key in ("reasoning_content", "tool_call_id", "name"):
         if not isinstance(message.get(key, ""), str):
             raise BadRow(f"{where}: {key}: expected a string; got {type(message[key]).__name__}")
@@ -167,6 +177,17 @@ def _parse_message(raw: Any, where: str) -> Message:
     else:
         raise BadRow(f"{where}: content is missing or null; only an assistant message with tool_calls may have none")
     return message
+
+
+def _check_share(message: dict[str, Any], where: str) -> None:
+    """Refuse a turn of the assistant that is to have less of the loss than the others, or none."""
+    for key in _SHARE_KEYS:
+        if (share := message.get(key)) is not None and share != 1:
+            raise BadRow(
+                f"{where}: {key}: expected 1 or true, as each of the assistant's turns is trained on; got "
+                f"{shown(share)}; remove it, with --loss-on last if only the last turn is wanted, or give the row as "
+                "input_ids and loss_mask"
+            )
 
 
 def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
@@ -242,6 +263,8 @@ def _turn(turn: Any, where: str) -> tuple[str, str]:
         raise BadRow(f"{where}: unknown role {shown(speaker)}; expected one of {', '.join(_SHAREGPT_ROLES)}")
     if not isinstance(value, str):
         raise BadRow(f"{where}: value: expected a string; got {type(value).__name__}")
+    if _SHAREGPT_ROLES[speaker] == "assistant":
+        _check_share(turn, where)
     return speaker, value
 
 
