@@ -11,6 +11,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sglang_hs_capture.data.account import ACCOUNT_FILE, check_whole
 from sglang_hs_capture.data.lines import GZIP_MAGIC, LINE_LIMIT, ZSTD_MAGIC, open_input, read_lines
 from sglang_hs_capture.data.records import BadRow
 from sglang_hs_capture.errors import InputError
@@ -56,7 +57,7 @@ def find_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
             ``datasets`` saved stands for the files that it lists. Hidden files and folders are passed over.
 
     Raises:
-        InputError: nothing is given or found, or something is missing or not readable.
+        InputError: nothing is given or found, something is missing or not readable, or a tokenised set lacks rows.
     """
     given = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
     if not given:
@@ -164,6 +165,8 @@ def _files_of(path: Path) -> list[Path]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         saved = _saved_files(Path(root))
         chosen = [name for name in names if _is_known(name)] if saved is None else saved
+        if ACCOUNT_FILE in names:
+            check_whole(Path(root), chosen)
         files += [Path(root) / name for name in chosen]
     if not files:
         raise InputError(
