@@ -1,5 +1,6 @@
 """``hs-capture prepare-data``: conversations in, a tokenised set out, and a look at its loss masks."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from sglang_hs_capture.driver.check import find_model
 from sglang_hs_capture.driver.intake import OnBadInput
 from sglang_hs_capture.driver.make_set import SetSettings, make_set
 from sglang_hs_capture.driver.source import TOKENIZED_BY, Source, count_samples
+from sglang_hs_capture.errors import InputError
 
 DEFAULT_SHOWN = 3
 
@@ -65,7 +67,7 @@ def prepare_data(
             }
         )
     if account.shown:
-        print_samples(Console(), account.shown, _decoder(used or source.load_tokenizer()))
+        print_samples(Console(), account.shown, _decoder(used or _loaded(source)))
     for line in account.lines():
         typer.echo(line)
     typer.echo(f"Tokenised set: {prepared.out}")
@@ -81,8 +83,21 @@ def _tokenized_by(source: Source, used: Any) -> dict[str, Any]:
     return {"tokenizer": source.tokenizer or None, **describe_tokenizer(used)}
 
 
+def _loaded(source: Source) -> Any:
+    """The tokenizer, to show rows that needed none; None where it cannot be loaded."""
+    try:
+        return source.load_tokenizer()
+    except InputError as error:
+        typer.echo(f"Samples are shown by their token ids: {error}", err=True)
+        return None
+
+
 def _decoder(tokenizer: Any) -> Decode:
-    """The text of tokens, control tokens included; their ids where there is no tokenizer."""
-    if tokenizer is None:
-        return lambda tokens: " ".join(map(str, tokens)) + " "
-    return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    """The text of tokens, control tokens included; their ids where there is no tokenizer, or it has no such tokens."""
+
+    def decode(tokens: Sequence[int]) -> str:
+        if tokenizer is None or max(tokens, default=0) >= len(tokenizer):
+            return " ".join(map(str, tokens)) + " "
+        return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    return decode

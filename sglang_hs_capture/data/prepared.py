@@ -51,9 +51,13 @@ class PreparedSet:
         Raises:
             StoreError: there is something already, another process makes the same set, or the file system refuses.
         """
-        self.out = out.absolute()
-        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
-            raise StoreError(f"{out}: exists already and is not empty; name another folder, or remove it")
+        # A link cannot be replaced by a folder, what it leads to can.
+        self.out = Path(os.path.realpath(out))
+        with _write_errors(self.out):
+            if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
+                raise StoreError(f"{out}: exists already and is not empty; name another folder, or remove it")
+        if os.path.ismount(self.out):
+            raise StoreError(f"{out}: is where a file system is mounted, and cannot be replaced; name a folder in it")
         self._building = self.out.parent / f".{self.out.name}.preparing"
         with _write_errors(self._building):
             fs.make_dir(self._building)
@@ -68,6 +72,7 @@ class PreparedSet:
         self._rows: list[dict[str, Any]] = []
         self._samples = self._tokens_waiting = self._tokens_in_shard = self._shards = 0
         self._writer: pyarrow.parquet.ParquetWriter | None = None
+        self._finished = False
 
     def __enter__(self) -> Self:
         return self
@@ -78,7 +83,7 @@ class PreparedSet:
         if self._writer is not None:
             with suppress(OSError):  # what it writes is removed
                 self._writer.close()
-        if self._building.exists():
+        if not self._finished:  # another process may have begun a set of this name by then
             shutil.rmtree(self._building, ignore_errors=True)
         self._lock.release()
 
@@ -121,6 +126,7 @@ class PreparedSet:
             fs.remove(self._building / _LOCK_FILE)
             fs.fsync_dir(self._building)
             fs.rename(self._building, self.out)
+        self._finished = True
 
     def _write_group(self) -> None:
         with _write_errors(self._building):

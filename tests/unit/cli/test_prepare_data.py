@@ -219,6 +219,41 @@ def test_rows_tokenised_before_need_no_tokenizer_and_show_their_ids(capsys, tmp_
     assert json.loads((tmp_path / "set" / "_prepared.json").read_text())["tokenizer_hash"] is None
 
 
+def test_tokens_that_a_tokenizer_does_not_have_are_shown_by_their_ids(capsys, tmp_path, model):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"id": "x", "input_ids": [7, 1099511627776], "loss_mask": [0, 1]}\n')
+    code, out, _ = call(capsys, tmp_path / "set", "--data", path, "--tokenizer", model)
+    assert (code, "⟦1099511627776 ⟧" in out) == (0, True)
+    code, out, err = call(capsys, tmp_path / "other", "--data", path, "--tokenizer", tmp_path)
+    assert (code, "7 ⟦1099511627776 ⟧" in out) == (0, True)
+    assert "Samples are shown by their token ids: " in err
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_leads_to_the_folder_to_make(tmp_path, there):
+    if there:
+        (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    with PreparedSet(tmp_path / "link") as prepared:
+        make(prepared, ["a"])
+    assert (tmp_path / "link").is_symlink()
+    assert pq.read_table(tmp_path / "real" / "data-00000.parquet").num_rows == 1
+
+
+def test_where_a_file_system_is_mounted_is_told_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.path.ismount", lambda path: True)
+    with pytest.raises(StoreError, match="name a folder in it"):
+        PreparedSet(tmp_path / "set")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_set_that_is_done_takes_nothing_of_the_next_one_along(tmp_path):
+    with PreparedSet(tmp_path / "set") as prepared:
+        make(prepared, ["a"])
+        (tmp_path / ".set.preparing").mkdir()
+    assert sorted(os.listdir(tmp_path)) == [".set.preparing", "set"]
+
+
 def test_untrained_samples_are_kept_if_asked_for(capsys, tmp_path, data, model):
     code, out, _ = call(capsys, tmp_path / "set", "--data", data, "--tokenizer", model, "--keep-untrained")
     assert (code, "7 samples" in out, "Excluded" in out) == (0, True, False)
