@@ -19,7 +19,8 @@ from sglang_hs_capture.errors import InputError
 # A line of JSON as it stands in its file, a row of a table, or why neither can be read.
 Row = bytes | dict[str, Any] | BadRow
 
-LINE_SUFFIXES = tuple(f".{kind}{packed}" for kind in ("jsonl", "ndjson") for packed in ("", ".gz", ".zst"))
+PACKED_SUFFIXES = (".gz", ".zst")
+LINE_SUFFIXES = tuple(f".{kind}{packed}" for kind in ("jsonl", "ndjson") for packed in ("", *PACKED_SUFFIXES))
 TABLE_SUFFIXES = (".parquet", ".arrow")
 PARQUET_MAGIC, ARROW_FILE_MAGIC, ARROW_STREAM_MAGIC = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 # What ``datasets`` writes into the folder of a saved dataset: among other things the list of its files.
@@ -35,7 +36,7 @@ class Kind(Enum):
     PARQUET = auto()
     ARROW_FILE = auto()
     ARROW_STREAM = auto()
-    BROKEN_TABLE = auto()  # called a table by its name, and none by its first bytes
+    BROKEN = auto()  # called a table by its name, and none by its first bytes; or called compressed, and empty
     PIPE = auto()  # of lines; looking at its first bytes would take them away
 
 
@@ -64,7 +65,7 @@ def find_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
         raise InputError("expected at least one conversation file; got none")
     files = [file for path in given for match in _matches(path) for file in _files_of(match)]
     for file in files:
-        if file.is_file():  # opening a pipe here would take its data away
+        if file.is_file() or not file.exists():  # opening a pipe here would take its data away
             open_input(file).close()
     return files
 
@@ -82,7 +83,8 @@ def kind_of(file: Path) -> Kind:
     for magic, kind in _MAGICS.items():
         if head.startswith(magic):
             return kind
-    return Kind.BROKEN_TABLE if file.suffix in TABLE_SUFFIXES else Kind.LINES
+    broken = file.suffix in TABLE_SUFFIXES or (not head and file.suffix in PACKED_SUFFIXES)
+    return Kind.BROKEN if broken else Kind.LINES
 
 
 def read_rows(
@@ -102,7 +104,7 @@ def read_rows(
     kind = kind_of(file)
     if kind in (Kind.LINES, Kind.COMPRESSED_LINES, Kind.PIPE):
         yield from ((number, line) for number, _, line in read_lines(file, limit))
-    elif kind is Kind.BROKEN_TABLE:
+    elif kind is Kind.BROKEN:
         yield 1, BadRow(f"is named {file.suffix} and is no such file, or only a part of one")
     else:
         # pyarrow takes a fifth of a second to import, and lines of JSON need none of it.
@@ -145,7 +147,8 @@ def _matches(path: Path) -> list[Path]:
     if not glob.has_magic(str(path)):
         raise InputError(f"{path}: no such file or folder; expected conversations as JSON Lines, Parquet or Arrow")
     found = [Path(name) for name in glob.glob(str(path), recursive=True)]
-    known = [match for match in found if match.is_dir() or match.is_file()]
+    # A link that leads nowhere is kept: opening it says so, where leaving it out would lose a file in silence.
+    known = [match for match in found if match.is_dir() or match.is_file() or not match.exists()]
     if not known:
         raise InputError(f"{path}: no file or folder matches this pattern")
     return sorted(known)
