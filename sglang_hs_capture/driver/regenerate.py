@@ -142,12 +142,11 @@ class Regeneration:
                 if isinstance(prompt, InputProblem):
                     note(prompt)
                     continue
-                known = answers.holds(prompt)
                 if sample_key(prompt.id) in self._wanted:
                     note(InputProblem(prompt.source, f"an earlier line has the same id, {shown(prompt.id)}", prompt.id))
                     continue
                 self._wanted.add(sample_key(prompt.id))
-                if not known:
+                if not answers.holds(prompt):
                     yield prompt
 
 
