@@ -231,6 +231,28 @@ def test_a_template_that_leaves_tool_calls_out_is_a_problem_of_the_sample(templa
     assert problem.reason.startswith("messages[1]: the chat template leaves out the call of the tool 'f'")
 
 
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_template_that_leaves_out_what_is_said_beside_tool_calls_is_a_problem_of_the_sample(marked):
+    begin, end = ("{% generation %}", "{% endgeneration %}") if marked else ("", "")
+    template = (
+        "{%- for message in messages %}{{- '<|im_start|>' ~ message.role ~ '\\n' }}"
+        f"{{%- if message.role == 'assistant' %}}{begin}{{%- if message.tool_calls %}}"
+        "{{- '<tool_call>' ~ message.tool_calls[0].function.name ~ '</tool_call>' }}"
+        f"{{%- else %}}{{{{ message.content }}}}{{% endif %}}{end}"
+        "{%- else %}{{ message.content }}{% endif %}{{- '<|im_end|>\\n' }}{%- endfor %}"
+    )
+    tokenizer = make_tokenizer(template)
+    calls = [call("x", "look", {})]
+    result = prepare(tokenizer, [user("q"), assistant("I look it up. ", tool_calls=calls), tool("x", "1")])
+    assert isinstance(result, InputProblem)
+    assert result.reason.startswith(
+        "messages[1]: the chat template leaves out what is said beside tool calls, 'I look it up.'"
+    )
+    for nothing in ("", " \n"):
+        messages = [user("q"), assistant(nothing, tool_calls=calls), tool("x", "1"), assistant("Done.")]
+        assert trained_on(tokenizer, messages) == ["<tool_call>look</tool_call><|im_end|>", "Done.<|im_end|>"]
+
+
 def test_the_tokenizers_own_eos_after_a_marker_is_included_even_if_the_template_hides_it():
     template = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
     template += "{{ eos_token }}{% else %}[{{ m.content }}]{% endif %}{% endfor %}"
