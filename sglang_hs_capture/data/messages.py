@@ -1,6 +1,7 @@
 """OpenAI and ShareGPT messages to the form that chat templates take."""
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,8 +75,8 @@ def parse_prompt(prompt: Any, answer: Any, answer_key: str, system: Any = None) 
 def with_names_in_ids(messages: Sequence[Message]) -> list[Message]:
     """The same messages with Kimi-K2's ids of tool calls, ``functions.NAME:N`` with N counted over the conversation.
 
-    Kimi's templates show a call's id and not its function's name, so any other id would lose the name. An id that holds
-    the name is kept. Tool results follow their calls; one without an id is the next unanswered call's.
+    Kimi's templates show a call's id and not its function's name, so any other id would lose the name. An id of this
+    form that has the name is kept. Tool results follow their calls; one without an id is the next unanswered call's.
     """
     renamed: dict[str, str] = {}
     unanswered: list[str] = []
@@ -104,7 +105,9 @@ def with_names_in_ids(messages: Sequence[Message]) -> list[Message]:
 
 def _with_name_in_id(call: dict[str, Any], number: int) -> dict[str, Any]:
     name = call["function"]["name"]
-    return call if name in call.get("id", "") else {**call, "id": f"functions.{name}:{number}"}
+    # Any other id may hold the name by chance, as call_cat7 does, or in a form that no model was taught to write.
+    named = re.fullmatch(rf"(functions\.)?{re.escape(name)}:\d+", call.get("id", ""))
+    return call if named else {**call, "id": f"functions.{name}:{number}"}
 
 
 def parse_tools(raw: Any) -> list[dict[str, Any]] | None:

@@ -180,6 +180,29 @@ def test_kimi_k2_gets_ids_that_hold_the_names_of_tools():
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "call_id", "shown"),
+    [
+        ("ls", "call_ls93kQ", "functions.ls:0"),
+        ("call", "call_7", "functions.call:0"),
+        ("search", "call_search_1", "functions.search:0"),
+        ("search", "functions.research:0", "functions.search:0"),
+        ("search", "functions.search_all:0", "functions.search:0"),
+        ("a.b", "functions.a-b:0", "functions.a.b:0"),
+        ("search", "functions.search:x", "functions.search:0"),
+        ("search", "functions.search:12", "functions.search:12"),
+        ("search", "search:3", "search:3"),
+        ("a.b", "functions.a.b:4", "functions.a.b:4"),
+    ],
+)
+def test_an_id_that_holds_the_name_by_chance_is_replaced_for_kimi_k2(name, call_id, shown):
+    tokenizer = make_tokenizer(KIMI_K2)
+    messages = [user("a"), assistant("", tool_calls=[call(call_id, name, {})]), tool(call_id, "r")]
+    text = tokenizer.decode(prepare(tokenizer, messages).input_ids)
+    assert f"<|tool_call_begin|>{shown}<|tool_call_argument_begin|>" in text
+    assert f"## Return of {shown}\nr" in text
+
+
 def test_tool_calls_in_chatml_get_their_arguments_as_an_object():
     messages = [user("a"), assistant("", tool_calls=[call("1", "f", '{"b":  "ü"}')]), tool("1", "r"), assistant("done")]
     assert trained_on(make_tokenizer(CHATML), messages) == [
