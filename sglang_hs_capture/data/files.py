@@ -25,6 +25,8 @@ TABLE_SUFFIXES = (".parquet", ".arrow")
 PARQUET_MAGIC, ARROW_FILE_MAGIC, ARROW_STREAM_MAGIC = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 # What ``datasets`` writes into the folder of a saved dataset: among other things the list of its files.
 _STATE_FILE = "state.json"
+# And into one of several splits, each in a folder of its own: their names.
+_SPLITS_FILE = "dataset_dict.json"
 _COUNT_BLOCK = 2**22
 
 
@@ -166,6 +168,8 @@ def _files_of(path: Path) -> list[Path]:
             continue
         seen.add(real)
         folders[:] = [name for name in folders if not name.startswith(".")]
+        if _SPLITS_FILE in names:
+            _check_splits(Path(root))
         saved = _saved_files(Path(root))
         chosen = [name for name in names if _is_known(name)] if saved is None else saved
         if ACCOUNT_FILE in names:
@@ -194,6 +198,24 @@ def _saved_files(folder: Path) -> list[str] | None:
         return [str(entry["filename"]) for entry in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _check_splits(folder: Path) -> None:
+    """See that a saved dataset of several splits has all of them, where a folder holds one.
+
+    Raises:
+        InputError: one is missing.
+    """
+    try:
+        splits = [str(split) for split in json.loads((folder / _SPLITS_FILE).read_bytes())["splits"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    missing = [split for split in splits if not (folder / split).is_dir()]
+    if missing:
+        raise InputError(
+            f"{folder}: expected the splits {', '.join(splits)}, as {_SPLITS_FILE} says; got no folder {missing[0]}; "
+            "copy the whole dataset again, or name the splits that are wanted one by one"
+        )
 
 
 def _count_lines(file: Path) -> int:

@@ -101,6 +101,19 @@ def test_a_missing_file_of_a_saved_dataset_is_an_error(make):
         iter_records(root)
 
 
+def test_a_missing_split_of_a_saved_dataset_is_an_error(make):
+    root = make("test/x.arrow", "train/x.arrow")
+    (root / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert names(root, find_files(root)) == ["test/x.arrow", "train/x.arrow"]
+    (root / "train" / "x.arrow").unlink()
+    (root / "train").rmdir()
+    with pytest.raises(InputError, match=r"expected the splits train, test, .* got no folder train"):
+        find_files(root)
+    assert names(root, find_files(root / "test")) == ["test/x.arrow"]
+    (root / "dataset_dict.json").write_text("{}")
+    assert names(root, find_files(root)) == ["test/x.arrow"]
+
+
 def test_a_link_that_leads_nowhere_is_an_error_wherever_it_is_found(make):
     root = make("data/a.jsonl")
     (root / "data" / "b.jsonl").symlink_to(root / "gone.jsonl")
