@@ -1,5 +1,6 @@
 """``hs-capture prepare-data``: conversations in, a tokenised set out, and a look at its loss masks."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,8 @@ from sglang_hs_capture.cli.mask_view import Decode, print_samples
 from sglang_hs_capture.driver.check import find_model
 from sglang_hs_capture.driver.intake import OnBadInput
 from sglang_hs_capture.driver.make_set import SetSettings, make_set
-from sglang_hs_capture.driver.source import count_samples
+from sglang_hs_capture.driver.source import TOKENIZED_BY, Source, count_samples
+from sglang_hs_capture.errors import InputError
 
 DEFAULT_SHOWN = 3
 
@@ -40,6 +42,8 @@ def prepare_data(
         options.refuse_given(ctx, ("overflow",), options.OVERFLOW_ALONE)
     config = find_model(model) if model else None
     source = given.source(data, model, share=1)
+    for notice in source.check_sets():
+        typer.echo(notice, err=True)
     preparer = source.preparer(config.media_token if config else None)
     items = source.samples(
         max_length=config.context_length if config else None,
@@ -47,7 +51,7 @@ def prepare_data(
         preparer=preparer,
     )
     # pyarrow takes a fifth of a second to import, which every command would wait for.
-    from sglang_hs_capture.data.prepared import PreparedSet, describe_tokenizer
+    from sglang_hs_capture.data.prepared import PreparedSet
 
     with PreparedSet(out.expanduser()) as prepared:
         with make_check_view() as view:
@@ -56,22 +60,44 @@ def prepare_data(
         used = preparer.loaded.tokenizer if preparer.loaded else None
         prepared.finish(
             {
-                "tokenizer": source.tokenizer or None,
-                **describe_tokenizer(used),
+                **_tokenized_by(source, used),
                 **source.preparation.to_json(),
                 "shuffle_seed": given.shuffle_seed,
                 **account.to_json(),
             }
         )
     if account.shown:
-        print_samples(Console(), account.shown, _decoder(used or source.load_tokenizer()))
+        print_samples(Console(), account.shown, _decoder(used or _loaded(source)))
     for line in account.lines():
         typer.echo(line)
     typer.echo(f"Tokenised set: {prepared.out}")
 
 
+def _tokenized_by(source: Source, used: Any) -> dict[str, Any]:
+    """What tokenised the rows: the tokenizer that was used here, or the one of the sets that the rows come from."""
+    from sglang_hs_capture.data.prepared import describe_tokenizer
+
+    sets = source.tokenized_sets()
+    if used is None and sets:
+        return {key: next(iter(sets.values())).get(key) for key in TOKENIZED_BY}
+    return {"tokenizer": source.tokenizer or None, **describe_tokenizer(used)}
+
+
+def _loaded(source: Source) -> Any:
+    """The tokenizer, to show rows that needed none; None where it cannot be loaded."""
+    try:
+        return source.load_tokenizer()
+    except InputError as error:
+        typer.echo(f"Samples are shown by their token ids: {error}", err=True)
+        return None
+
+
 def _decoder(tokenizer: Any) -> Decode:
-    """The text of tokens, control tokens included; their ids where there is no tokenizer."""
-    if tokenizer is None:
-        return lambda tokens: " ".join(map(str, tokens)) + " "
-    return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    """The text of tokens, control tokens included; their ids where there is no tokenizer, or it has no such tokens."""
+
+    def decode(tokens: Sequence[int]) -> str:
+        if tokenizer is None or max(tokens, default=0) >= len(tokenizer):
+            return " ".join(map(str, tokens)) + " "
+        return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    return decode

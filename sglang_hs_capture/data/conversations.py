@@ -53,6 +53,8 @@ MAX_ID_CHARACTERS = 4096
 
 _MASK_KEYS = ("loss_mask", "loss_mask_rle", "assistant_masks")
 _MASK_VALUES = dict.fromkeys(_MASK_KEYS, "0 and 1") | {"loss_mask_rle": "lengths of runs"}
+# Where other tools have what is trained on. Passing over one would train on every token.
+_OTHER_MASK_KEYS = ("labels", "completion_mask", "assistant_mask", "label_mask", "mask")
 _ANSWER_KEYS = ("response", "completion")
 # The forms by the key that decides, each with what else of a row is its content.
 _FORMS = {
@@ -61,7 +63,7 @@ _FORMS = {
     "conversations": ("tools", "system", "chat_template_kwargs", *IMAGE_KEYS),
     "prompt": (*_ANSWER_KEYS, "tools", "system", "chat_template_kwargs", *IMAGE_KEYS),
 }
-_COLUMNS = frozenset({"id", *_FORMS, *OTHER_MEDIA_KEYS}.union(*_FORMS.values()))
+_COLUMNS = frozenset({"id", *_FORMS, *OTHER_MEDIA_KEYS, *_OTHER_MASK_KEYS, "attention_mask"}.union(*_FORMS.values()))
 # What a row may not pass to the template, because it belongs to the call itself.
 _RESERVED_KWARGS = frozenset(
     {
@@ -195,7 +197,7 @@ def _renamed(record: Record, sample_id: str) -> Record:
 
 def _parse_line(line: bytes, number: int) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         raise BadRow(f"not UTF-8: byte {line[error.start]:#04x} at byte {error.start + 1} of the line") from None
     except ValueError as error:
@@ -208,6 +210,15 @@ def _parse_line(line: bytes, number: int) -> dict[str, Any]:
         array = ", not one array for the whole file" if _opens_array(line, number) else ""
         raise BadRow(f"expected a JSON object a line{array}; got {type(row).__name__}")
     return row
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, of which each key says one thing."""
+    read = dict(pairs)
+    if len(read) < len(pairs):
+        repeated = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise BadRow(f"the key {shown(repeated)} comes more than once in one object; nobody can say which is meant")
+    return read
 
 
 def _opens_array(line: bytes, number: int) -> bool:
@@ -241,6 +252,7 @@ def _parse_row(row: dict[str, Any], sample_id: str, source: str) -> Record:
         raise BadRow(f"{media[0]}: only images are supported, no other media")
     if form == "input_ids":
         input_ids = _token_ids(row["input_ids"])
+        _refuse_padding(row.get("attention_mask"))
         images = load_images(row_images(row), folder_of(source))
         return Sample(sample_id, source, input_ids, _mask_of(row, len(input_ids)), images)
     messages = place_images(_messages_of(row, form), row)
@@ -278,9 +290,27 @@ def _token_ids(raw: Any) -> TokenIds:
     return np.array(raw, dtype=np.int64)
 
 
+def _refuse_padding(attention_mask: Any) -> None:
+    if isinstance(attention_mask, list) and 0 in attention_mask:
+        raise BadRow(
+            f"attention_mask: expected ones alone; got 0 at position {attention_mask.index(0)}: the row is padded; "
+            "leave the padding out of input_ids and of the mask"
+        )
+
+
+def _refuse_other_masks(row: dict[str, Any]) -> None:
+    found = next((key for key in _OTHER_MASK_KEYS if row.get(key) is not None), None)
+    if found is not None:
+        raise BadRow(
+            f"{found}: expected what is trained on as one of {', '.join(_MASK_KEYS)}; without one every token would "
+            "be; give loss_mask, 1 for each token that is trained on and 0 for each other one"
+        )
+
+
 def _mask_of(row: dict[str, Any], length: int) -> LossMask:
     key = _only_one(row, _MASK_KEYS)
     if key is None:
+        _refuse_other_masks(row)
         return np.ones(length, dtype=np.uint8)
     raw = row[key]
     if not isinstance(raw, list):

@@ -11,6 +11,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sglang_hs_capture.data.account import ACCOUNT_FILE, check_whole
 from sglang_hs_capture.data.lines import GZIP_MAGIC, LINE_LIMIT, ZSTD_MAGIC, open_input, read_lines
 from sglang_hs_capture.data.records import BadRow
 from sglang_hs_capture.errors import InputError
@@ -18,11 +19,14 @@ from sglang_hs_capture.errors import InputError
 # A line of JSON as it stands in its file, a row of a table, or why neither can be read.
 Row = bytes | dict[str, Any] | BadRow
 
-LINE_SUFFIXES = tuple(f".{kind}{packed}" for kind in ("jsonl", "ndjson") for packed in ("", ".gz", ".zst"))
+PACKED_SUFFIXES = (".gz", ".zst")
+LINE_SUFFIXES = tuple(f".{kind}{packed}" for kind in ("jsonl", "ndjson") for packed in ("", *PACKED_SUFFIXES))
 TABLE_SUFFIXES = (".parquet", ".arrow")
 PARQUET_MAGIC, ARROW_FILE_MAGIC, ARROW_STREAM_MAGIC = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 # What ``datasets`` writes into the folder of a saved dataset: among other things the list of its files.
 _STATE_FILE = "state.json"
+# And into one of several splits, each in a folder of its own: their names.
+_SPLITS_FILE = "dataset_dict.json"
 _COUNT_BLOCK = 2**22
 
 
@@ -34,7 +38,7 @@ class Kind(Enum):
     PARQUET = auto()
     ARROW_FILE = auto()
     ARROW_STREAM = auto()
-    BROKEN_TABLE = auto()  # called a table by its name, and none by its first bytes
+    BROKEN = auto()  # called a table by its name, and none by its first bytes; or called compressed, and empty
     PIPE = auto()  # of lines; looking at its first bytes would take them away
 
 
@@ -56,14 +60,14 @@ def find_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
             ``datasets`` saved stands for the files that it lists. Hidden files and folders are passed over.
 
     Raises:
-        InputError: nothing is given or found, or something is missing or not readable.
+        InputError: nothing is given or found, something is missing or not readable, or a tokenised set lacks rows.
     """
     given = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
     if not given:
         raise InputError("expected at least one conversation file; got none")
     files = [file for path in given for match in _matches(path) for file in _files_of(match)]
     for file in files:
-        if file.is_file():  # opening a pipe here would take its data away
+        if file.is_file() or not file.exists():  # opening a pipe here would take its data away
             open_input(file).close()
     return files
 
@@ -81,7 +85,8 @@ def kind_of(file: Path) -> Kind:
     for magic, kind in _MAGICS.items():
         if head.startswith(magic):
             return kind
-    return Kind.BROKEN_TABLE if file.suffix in TABLE_SUFFIXES else Kind.LINES
+    broken = file.suffix in TABLE_SUFFIXES or (not head and file.suffix in PACKED_SUFFIXES)
+    return Kind.BROKEN if broken else Kind.LINES
 
 
 def read_rows(
@@ -101,7 +106,7 @@ def read_rows(
     kind = kind_of(file)
     if kind in (Kind.LINES, Kind.COMPRESSED_LINES, Kind.PIPE):
         yield from ((number, line) for number, _, line in read_lines(file, limit))
-    elif kind is Kind.BROKEN_TABLE:
+    elif kind is Kind.BROKEN:
         yield 1, BadRow(f"is named {file.suffix} and is no such file, or only a part of one")
     else:
         # pyarrow takes a fifth of a second to import, and lines of JSON need none of it.
@@ -144,7 +149,8 @@ def _matches(path: Path) -> list[Path]:
     if not glob.has_magic(str(path)):
         raise InputError(f"{path}: no such file or folder; expected conversations as JSON Lines, Parquet or Arrow")
     found = [Path(name) for name in glob.glob(str(path), recursive=True)]
-    known = [match for match in found if match.is_dir() or match.is_file()]
+    # A link that leads nowhere is kept: opening it says so, where leaving it out would lose a file in silence.
+    known = [match for match in found if match.is_dir() or match.is_file() or not match.exists()]
     if not known:
         raise InputError(f"{path}: no file or folder matches this pattern")
     return sorted(known)
@@ -162,8 +168,12 @@ def _files_of(path: Path) -> list[Path]:
             continue
         seen.add(real)
         folders[:] = [name for name in folders if not name.startswith(".")]
+        if _SPLITS_FILE in names:
+            _check_splits(Path(root))
         saved = _saved_files(Path(root))
         chosen = [name for name in names if _is_known(name)] if saved is None else saved
+        if ACCOUNT_FILE in names:
+            check_whole(Path(root), chosen)
         files += [Path(root) / name for name in chosen]
     if not files:
         raise InputError(
@@ -188,6 +198,24 @@ def _saved_files(folder: Path) -> list[str] | None:
         return [str(entry["filename"]) for entry in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _check_splits(folder: Path) -> None:
+    """See that a saved dataset of several splits has all of them, where a folder holds one.
+
+    Raises:
+        InputError: one is missing.
+    """
+    try:
+        splits = [str(split) for split in json.loads((folder / _SPLITS_FILE).read_bytes())["splits"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    missing = [split for split in splits if not (folder / split).is_dir()]
+    if missing:
+        raise InputError(
+            f"{folder}: expected the splits {', '.join(splits)}, as {_SPLITS_FILE} says; got no folder {missing[0]}; "
+            "copy the whole dataset again, or name the splits that are wanted one by one"
+        )
 
 
 def _count_lines(file: Path) -> int:

@@ -1,6 +1,7 @@
 """OpenAI and ShareGPT messages to the form that chat templates take."""
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,10 @@ from sglang_hs_capture.data.records import BadRow, Message
 from sglang_hs_capture.text import shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
+# By what other tools leave a turn of the assistant out of the loss. All of them are trained on here, so a row that asks
+# for something else must not pass.
+_SHARE_KEYS = ("weight", "train", "loss")
 
 _SHAREGPT_ROLES = {
     "system": "system",
@@ -70,8 +75,8 @@ def parse_prompt(prompt: Any, answer: Any, answer_key: str, system: Any = None) 
 def with_names_in_ids(messages: Sequence[Message]) -> list[Message]:
     """The same messages with Kimi-K2's ids of tool calls, ``functions.NAME:N`` with N counted over the conversation.
 
-    Kimi's templates show a call's id and not its function's name, so any other id would lose the name. An id that holds
-    the name is kept. Tool results follow their calls; one without an id is the next unanswered call's.
+    Kimi's templates show a call's id and not its function's name, so any other id would lose the name. An id of this
+    form that has the name is kept. Tool results follow their calls; one without an id is the next unanswered call's.
     """
     renamed: dict[str, str] = {}
     unanswered: list[str] = []
@@ -100,7 +105,9 @@ def with_names_in_ids(messages: Sequence[Message]) -> list[Message]:
 
 def _with_name_in_id(call: dict[str, Any], number: int) -> dict[str, Any]:
     name = call["function"]["name"]
-    return call if name in call.get("id", "") else {**call, "id": f"functions.{name}:{number}"}
+    # Any other id may hold the name by chance, as call_cat7 does, or in a form that no model was taught to write.
+    named = re.fullmatch(rf"(functions\.)?{re.escape(name)}:\d+", call.get("id", ""))
+    return call if named else {**call, "id": f"functions.{name}:{number}"}
 
 
 def parse_tools(raw: Any) -> list[dict[str, Any]] | None:
@@ -157,6 +164,12 @@ def _parse_message(raw: Any, where: str) -> Message:
     reasoning = message.pop("reasoning", None)
     if reasoning is not None:
         message.setdefault("reasoning_content", reasoning)
+    if role == "assistant":
+        _check_share(message, where)
+    if message.get("function_call"):
+        raise BadRow(
+            f"{where}: function_call: expected the call in tool_calls, a list; got {shown(raw['function_call'])}"
+        )
     for key in ("reasoning_content", "tool_call_id", "name"):
         if not isinstance(message.get(key, ""), str):
             raise BadRow(f"{where}: {key}: expected a string; got {type(message[key]).__name__}")
@@ -167,6 +180,17 @@ def _parse_message(raw: Any, where: str) -> Message:
     else:
         raise BadRow(f"{where}: content is missing or null; only an assistant message with tool_calls may have none")
     return message
+
+
+def _check_share(message: dict[str, Any], where: str) -> None:
+    """Refuse a turn of the assistant that is to have less of the loss than the others, or none."""
+    for key in _SHARE_KEYS:
+        if (share := message.get(key)) is not None and share != 1:
+            raise BadRow(
+                f"{where}: {key}: expected 1 or true, as each of the assistant's turns is trained on; got "
+                f"{shown(share)}; remove it, with --loss-on last if only the last turn is wanted, or give the row as "
+                "input_ids and loss_mask"
+            )
 
 
 def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
@@ -242,6 +266,8 @@ def _turn(turn: Any, where: str) -> tuple[str, str]:
         raise BadRow(f"{where}: unknown role {shown(speaker)}; expected one of {', '.join(_SHAREGPT_ROLES)}")
     if not isinstance(value, str):
         raise BadRow(f"{where}: value: expected a string; got {type(value).__name__}")
+    if _SHAREGPT_ROLES[speaker] == "assistant":
+        _check_share(turn, where)
     return speaker, value
 
 

@@ -1,18 +1,20 @@
 """Conversations to the texts of samples, with what of each is trained on.
 
 A text is rendered by the chat template. The template's own ``{% generation %}`` markers tell what the assistant says,
-as long as the conversation begins with each of its turns as that turn was when it was the last. Otherwise the turns are
-found one by one (``turns.py``), and those that the whole conversation shows otherwise get texts of their own.
+as long as they mark that and no more, and the conversation begins with each of its turns as that turn was when it was
+the last. Otherwise the turns are found one by one (``turns.py``), and those that the whole conversation shows otherwise
+get texts of their own.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sglang_hs_capture.data.media import last_text
 from sglang_hs_capture.data.preparation import LossOn, Preparation, SplitTurns
 from sglang_hs_capture.data.records import BadRow, Conversation, Message
 from sglang_hs_capture.data.template import ChatTemplate, Span
-from sglang_hs_capture.data.turns import Turn, assistant_indices, check_tool_calls, find_turns
+from sglang_hs_capture.data.turns import Turn, check_tool_calls, find_turns
 
 _REWRITES = (
     "the chat template renders earlier turns differently once later ones follow (at messages[{index}]), so one sample "
@@ -82,22 +84,36 @@ def _marked(template: ChatTemplate, conversation: Conversation, split: SplitTurn
     if marked is None or split is SplitTurns.ALWAYS or not _plausible(*marked, conversation.messages):
         return None
     text, spans = marked
-    indices = assistant_indices(conversation.messages)
-    if split is SplitTurns.AUTO and not _is_stable(template, conversation, indices[-1 if last_only else 0 :], text):
-        return None
+    try:
+        turns = find_turns(template, conversation, as_served=False, last_only=last_only)
+    except BadRow:
+        return None  # as there are no turns to hold the markers against; who looks for them again says why
     if last_only:
-        starts = [turn.start for turn in find_turns(template, conversation, as_served=False, last_only=True)]
-        spans = [span for span in spans if all(span[1] > start for start in starts)]
+        spans = [span for span in spans if all(span[1] > turn.start for turn in turns)]
+    if all(text.startswith(turn.text) for turn in turns):
+        if not _pair_up(text, spans, turns, conversation.messages):
+            return None
+    elif split is SplitTurns.AUTO:
+        return None
     trained = [text[start:end] for start, end in spans]
-    for index in indices[-1 if last_only else 0 :]:
-        check_tool_calls(conversation.messages[index], index, trained)
-    return Passage(text, spans, len(indices), len(conversation.messages))
+    for turn in turns:
+        check_tool_calls(conversation.messages[turn.index], turn.index, trained)
+    return Passage(text, spans, turns[-1].number if turns else 0, len(conversation.messages))
 
 
-def _is_stable(template: ChatTemplate, conversation: Conversation, indices: Sequence[int], text: str) -> bool:
-    """Whether ``text`` begins with the conversation up to each of some turns."""
-    ends = [index + 1 for index in indices if index + 1 < len(conversation.messages)]
-    return all(text.startswith(template.render(conversation, conversation.messages[:end])) for end in ends)
+def _pair_up(text: str, spans: Sequence[Span], turns: Sequence[Turn], messages: Sequence[Message]) -> bool:
+    """Whether all that is marked is the assistant's words, and each turn's words are marked to their end.
+
+    A template may mark headers, what tools return, whole conversations or the last turn alone.
+    """
+    found = 0
+    for turn in turns:
+        own = [text[start:end] for start, end in spans if turn.start <= start and end <= len(turn.text)]
+        tail = _tail(messages[turn.index]["content"])
+        if not any(tail in marked for marked in own):
+            return False
+        found += len(own)
+    return found == len(spans)
 
 
 def _plausible(text: str, spans: Sequence[Span], messages: Sequence[Message]) -> bool:
@@ -107,5 +123,8 @@ def _plausible(text: str, spans: Sequence[Span], messages: Sequence[Message]) ->
         return False
     if len(spans) != len(contents):
         return all(0 <= start <= end <= len(text) for start, end in spans)
-    tails = [last_text(content).strip()[-_TAIL_CHARACTERS:] for content in contents]
-    return all(tail in text[start:end] for tail, (start, end) in zip(tails, spans, strict=True))
+    return all(_tail(content) in text[start:end] for content, (start, end) in zip(contents, spans, strict=True))
+
+
+def _tail(content: Any) -> str:
+    return last_text(content).strip()[-_TAIL_CHARACTERS:]

@@ -17,15 +17,13 @@ from typing import Any, Self
 import pyarrow
 import pyarrow.parquet
 
+from sglang_hs_capture.data.account import ACCOUNT_FILE, FORMAT, VERSION
 from sglang_hs_capture.data.records import Sample
 from sglang_hs_capture.errors import DatasetLockedError, DiskFullError, StoreError
 from sglang_hs_capture.store import fs
 from sglang_hs_capture.store.jsonfile import write_object
 from sglang_hs_capture.store.lock import FileLock
 
-FORMAT, VERSION = "sglang-hs-capture-prepared", 1
-# Readers of whole folders of Parquet files pass over a name that begins so.
-ACCOUNT_FILE = "_prepared.json"
 SHARD_TOKENS = 2**26
 GROUP_TOKENS = 2**20
 SCHEMA = pyarrow.schema(
@@ -53,9 +51,13 @@ class PreparedSet:
         Raises:
             StoreError: there is something already, another process makes the same set, or the file system refuses.
         """
-        self.out = out.absolute()
-        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
-            raise StoreError(f"{out}: exists already and is not empty; name another folder, or remove it")
+        # A link cannot be replaced by a folder, what it leads to can.
+        self.out = Path(os.path.realpath(out))
+        with _write_errors(self.out):
+            if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
+                raise StoreError(f"{out}: exists already and is not empty; name another folder, or remove it")
+        if os.path.ismount(self.out):
+            raise StoreError(f"{out}: is where a file system is mounted, and cannot be replaced; name a folder in it")
         self._building = self.out.parent / f".{self.out.name}.preparing"
         with _write_errors(self._building):
             fs.make_dir(self._building)
@@ -68,8 +70,9 @@ class PreparedSet:
         with _write_errors(self._building):
             self._clear()
         self._rows: list[dict[str, Any]] = []
-        self._tokens_waiting = self._tokens_in_shard = self._shards = 0
+        self._samples = self._tokens_waiting = self._tokens_in_shard = self._shards = 0
         self._writer: pyarrow.parquet.ParquetWriter | None = None
+        self._finished = False
 
     def __enter__(self) -> Self:
         return self
@@ -80,7 +83,7 @@ class PreparedSet:
         if self._writer is not None:
             with suppress(OSError):  # what it writes is removed
                 self._writer.close()
-        if self._building.exists():
+        if not self._finished:  # another process may have begun a set of this name by then
             shutil.rmtree(self._building, ignore_errors=True)
         self._lock.release()
 
@@ -98,6 +101,7 @@ class PreparedSet:
                 "source": sample.source.encode("utf-8", "replace").decode("utf-8"),
             }
         )
+        self._samples += 1
         self._tokens_waiting += len(sample.input_ids)
         if self._tokens_waiting >= GROUP_TOKENS:
             self._write_group()
@@ -106,7 +110,7 @@ class PreparedSet:
         """Make the set durable, and give it its name.
 
         Args:
-            account: what is in it, for ``_prepared.json``; JSON values.
+            account: what is in it besides the number of samples, for ``_prepared.json``; JSON values.
 
         Raises:
             DiskFullError, StoreError: there is no set.
@@ -115,10 +119,14 @@ class PreparedSet:
             self._write_group()
         self._close_shard()
         with _write_errors(self._building):
-            write_object(self._building / ACCOUNT_FILE, {"format": FORMAT, "version": VERSION, **account})
+            write_object(
+                self._building / ACCOUNT_FILE,
+                {"format": FORMAT, "version": VERSION, **account, "samples": self._samples},
+            )
             fs.remove(self._building / _LOCK_FILE)
             fs.fsync_dir(self._building)
             fs.rename(self._building, self.out)
+        self._finished = True
 
     def _write_group(self) -> None:
         with _write_errors(self._building):
@@ -152,24 +160,26 @@ class PreparedSet:
 
 
 def describe_tokenizer(tokenizer: Any) -> dict[str, str | None]:
-    """By what one can tell whether two sets were tokenised alike: hashes of a tokenizer and of its chat template.
+    """By what one can tell whether two sets were tokenised alike: hashes of a tokenizer and of its parts.
 
     Args:
         tokenizer: a ``transformers`` tokenizer; None for none.
 
     Returns:
-        ``tokenizer_hash`` and ``chat_template_hash``: ``sha256-`` and 32 hexadecimal digits, or None.
+        ``tokenizer_hash``, ``vocabulary_hash`` and ``chat_template_hash``: ``sha256-`` and 32 hexadecimal digits, or
+        None. The first may also differ between releases of the library ``tokenizers``.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    content = None
-    if backend is not None:
-        content = backend.to_str()
-    elif tokenizer is not None:
-        content = json.dumps(sorted(tokenizer.get_vocab().items()))
+    vocabulary = None if tokenizer is None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    content = vocabulary if backend is None else backend.to_str()
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, dict):
         template = json.dumps(template, sort_keys=True)
-    return {"tokenizer_hash": _hash(content), "chat_template_hash": _hash(template)}
+    return {
+        "tokenizer_hash": _hash(content),
+        "vocabulary_hash": _hash(vocabulary),
+        "chat_template_hash": _hash(template),
+    }
 
 
 def _hash(text: str | None) -> str | None:

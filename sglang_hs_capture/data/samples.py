@@ -161,11 +161,11 @@ def iter_samples(
 def _samples(
     records: Iterable[Record | InputProblem], preparer: SamplePreparer, max_length: int | None, vocab_size: int | None
 ) -> Iterator[Prepared]:
-    seen = _Ids()
+    seen = SeenIds()
     for record, prepared in preparer.prepare_all(records):
         # In the order of the samples, so that it does not matter how far ahead records are read.
         if not isinstance(record, InputProblem) and seen.has(record.id):
-            yield InputProblem(record.source, _repeated(record.id), record.id)
+            yield InputProblem(record.source, repeated(record.id), record.id)
             continue
         for sample in prepared:
             if not isinstance(sample, Sample):
@@ -174,11 +174,11 @@ def _samples(
             # The samples of a conversation that was split have ids of their own.
             split = not isinstance(record, InputProblem) and sample.id != record.id
             taken = split and seen.has(sample.id)
-            reason = _repeated(sample.id) if taken else problem_of(sample.input_ids, max_length, vocab_size)
+            reason = repeated(sample.id) if taken else problem_of(sample.input_ids, max_length, vocab_size)
             yield InputProblem(sample.source, reason, sample.id) if reason else sample
 
 
-class _Ids:
+class SeenIds:
     """The ids seen so far, by their hashes."""
 
     def __init__(self) -> None:
@@ -192,7 +192,8 @@ class _Ids:
         return before
 
 
-def _repeated(sample_id: str) -> str:
+def repeated(sample_id: str) -> str:
+    """Why a row or sample is left out whose id came before."""
     return f"an earlier line has the same id, {shown(sample_id)}"
 
 

@@ -99,9 +99,16 @@ class _Index:
             return row
         try:
             with file.open("rb", buffering=0) as stream:
-                return os.pread(stream.fileno(), size, place)
+                line = os.pread(stream.fileno(), size, place)
         except OSError as error:
             raise InputError(f"{file}: cannot be read: {error.strerror or error}") from error
+        # What was cut off would pass for a blank line, and what has moved for lines that are in pieces.
+        if len(line) != size or b"\n" in line[:-1]:
+            raise InputError(
+                f"{file}:{self.numbers[turn]}: expected the line of {size} bytes that was found there at first; the "
+                "file has changed while it was read; leave it alone, and start again"
+            )
+        return line
 
     def _columns(self) -> tuple["array[int]", ...]:
         return self.files, self.numbers, self._places, self._sizes

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_hs_capture.data.media import first_text, last_text
-from sglang_hs_capture.data.reasoning import closes_reasoning, probed, reasons, with_reasoning, without_reasoning
+from sglang_hs_capture.data.reasoning import CLOSE, closes_reasoning, probed, reasons, with_reasoning, without_reasoning
 from sglang_hs_capture.data.records import BadRow, Conversation, Message
 from sglang_hs_capture.data.template import ChatTemplate
 from sglang_hs_capture.text import shown
 
 _ANCHOR_CHARACTERS = 64
+_TAIL_CHARACTERS = 24
 _REWRITTEN = (
     "the chat template renders what comes before messages[{index}] differently once that turn is there, so the "
     "assistant's tokens cannot be told apart; use another chat template, or split the conversation into one row per "
@@ -67,7 +68,10 @@ def find_turns(template: ChatTemplate, conversation: Conversation, *, as_served:
 
 
 def check_tool_calls(message: Message, index: int, trained: Sequence[str]) -> None:
-    """Refuse a template that silently leaves tool calls out: an empty turn would be trained on in their place."""
+    """Refuse a template that silently leaves tool calls out, or what is said beside them.
+
+    An empty turn, or half of one, would be trained on in its place.
+    """
     for call in message.get("tool_calls", ()):
         name = call["function"]["name"]
         if not any(name in text for text in trained):
@@ -75,6 +79,12 @@ def check_tool_calls(message: Message, index: int, trained: Sequence[str]) -> No
                 f"messages[{index}]: the chat template leaves out the call of the tool {shown(name)}; use one that "
                 "supports tool calls"
             )
+    said = last_text(message["content"]).rpartition(CLOSE)[2].strip()[-_TAIL_CHARACTERS:]
+    if message.get("tool_calls") and not any(said in text for text in trained):
+        raise BadRow(
+            f"messages[{index}]: the chat template leaves out what is said beside tool calls, {shown(said)}; use "
+            "another one, or take it out of the message"
+        )
 
 
 def _find(template: ChatTemplate, conversation: Conversation, number: int, index: int, as_served: bool) -> Turn:

@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang_hs_capture.data.prompts import Prompt
 from sglang_hs_capture.data.records import InputProblem, Prepared, Sample
+from sglang_hs_capture.data.samples import repeated
 from sglang_hs_capture.driver.answers import Answers
 from sglang_hs_capture.driver.client import RefusedError, RetryableError, ServerClient, Window
 from sglang_hs_capture.driver.delivery import RESEND_PAUSE_S, DeliverySettings, DroppedError, regain
@@ -18,7 +19,6 @@ from sglang_hs_capture.driver.ending import Ending
 from sglang_hs_capture.driver.pool import MovedError, Server, ServerPool
 from sglang_hs_capture.driver.progress import AnswerSnapshot, ProgressView
 from sglang_hs_capture.store.schema import sample_key
-from sglang_hs_capture.text import shown
 
 Note = Callable[[InputProblem], None]
 
@@ -142,12 +142,11 @@ class Regeneration:
                 if isinstance(prompt, InputProblem):
                     note(prompt)
                     continue
-                known = answers.holds(prompt)
                 if sample_key(prompt.id) in self._wanted:
-                    note(InputProblem(prompt.source, f"an earlier line has the same id, {shown(prompt.id)}", prompt.id))
+                    note(InputProblem(prompt.source, repeated(prompt.id), prompt.id))
                     continue
                 self._wanted.add(sample_key(prompt.id))
-                if not known:
+                if not answers.holds(prompt):
                     yield prompt
 
 

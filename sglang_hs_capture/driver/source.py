@@ -2,12 +2,13 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sglang_hs_capture.data.account import read_account
 from sglang_hs_capture.data.conversations import iter_records
 from sglang_hs_capture.data.files import count_rows, find_files
 from sglang_hs_capture.data.parallel import PooledPreparer
@@ -19,6 +20,8 @@ from sglang_hs_capture.data.template import load_tokenizer, read_stop_ids
 from sglang_hs_capture.errors import ConfigError, InputError
 
 COUNT_BYTES_LIMIT = 2**31
+# What tells how a tokenised set was tokenised.
+TOKENIZED_BY = ("tokenizer", "tokenizer_hash", "vocabulary_hash", "chat_template_hash")
 MOST_WORKERS = 16
 
 
@@ -87,6 +90,62 @@ class Source:
             vocab_size=vocab_size,
         )
 
+    def tokenized_sets(self) -> dict[Path, dict[str, Any]]:
+        """The records of the tokenised sets in the input of which a tokenizer made tokens, by their folders.
+
+        Raises:
+            InputError: a file is missing, or a record is damaged.
+        """
+        folders = dict.fromkeys(file.parent for file in find_files(self.paths))
+        accounts = {folder: read_account(folder) for folder in folders}
+        return {folder: account for folder, account in accounts.items() if account and account.get("tokenizer_hash")}
+
+    def check_sets(self) -> list[str]:
+        """Hold tokenised sets in the input against the tokenizer: other tokens of the same ids would be other text.
+
+        Returns:
+            What could not be told, for a person.
+
+        Raises:
+            InputError: a set was tokenised with another vocabulary, or two sets with different ones.
+        """
+        sets = self.tokenized_sets()
+        if not sets:
+            return []
+        first = next(iter(sets))
+        other = next((folder for folder in sets if not _same_vocabulary(sets[first], sets[folder])), first)
+        if other != first:
+            raise InputError(
+                f"{first} and {other}: were tokenised with different vocabularies, by {sets[first].get('tokenizer')} "
+                f"and {sets[other].get('tokenizer')}; give sets of one model"
+            )
+        try:
+            tokenizer = self.load_tokenizer()
+        except InputError as error:
+            return [f"{folder}: nobody can say whether its tokens are the model's: {error}" for folder in sets]
+        if tokenizer is None:
+            return [
+                f"{folder}: nobody can say whether its tokens are the model's: no --model is given" for folder in sets
+            ]
+        from sglang_hs_capture.data.prepared import describe_tokenizer
+
+        now, notices = describe_tokenizer(tokenizer), []
+        for folder, there in sets.items():
+            if there["tokenizer_hash"] == now["tokenizer_hash"]:
+                continue
+            by = f"{folder}: was tokenised by {there.get('tokenizer')} ({there['tokenizer_hash']}), and "
+            if not _same_vocabulary(there, now):
+                raise InputError(
+                    f"{by}the vocabulary of {self.tokenizer} is another one, so its token ids stand for other text; "
+                    "make the set anew with prepare-data and this model, or name the tokenizer that fits the model "
+                    "with --tokenizer"
+                )
+            notices.append(
+                f"{by}{self.tokenizer} is {now['tokenizer_hash']}: the vocabularies are the same, and the rest of the "
+                "tokenizers, or the releases that read them, are not."
+            )
+        return notices
+
     def load_tokenizer(self) -> Any:
         """The tokenizer, with the chat template asked for; None where none is named.
 
@@ -111,6 +170,10 @@ class Source:
             stop_ids=read_stop_ids(self.tokenizer),
             media_token=media_token,
         )
+
+
+def _same_vocabulary(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.get("vocabulary_hash") == other.get("vocabulary_hash")
 
 
 def parse_template_kwargs(text: str | None) -> dict[str, Any]:

@@ -84,7 +84,9 @@ def run_on_own_server(
         HsCaptureError: nothing was begun; errors that come later are told by the summary.
     """
     config = find_model(model)
-    samples, again = _input(source, settings, answers, max_length=_context_length(config, sglang_args), known=config)
+    samples, again = _input(
+        source, settings, answers, view, max_length=_context_length(config, sglang_args), known=config
+    )
     plan = plan_server(
         model,
         capture.model_copy(update={"run_id": uuid.uuid4().hex}),
@@ -129,7 +131,9 @@ def run_on_ray(
         HsCaptureError: nothing was begun; errors that come later are told by the summary.
     """
     config = find_model(model)
-    samples, again = _input(source, settings, answers, max_length=_context_length(config, sglang_args), known=config)
+    samples, again = _input(
+        source, settings, answers, view, max_length=_context_length(config, sglang_args), known=config
+    )
     checked = plan_server(model, capture, sglang_args, cpu=cpu).capture
     plan = RayPlan(
         address,
@@ -176,7 +180,7 @@ def run_on_running_servers(
     """
     config = find_model(model) if model else None
     known = config or served_model(settings.output)
-    samples, again = _input(source, settings, answers, max_length=None, known=known)
+    samples, again = _input(source, settings, answers, view, max_length=None, known=known)
     if not settings.output.is_dir():
         raise ConfigError(
             f"--output {settings.output}: there is no such directory; name the one the server captures into"
@@ -193,6 +197,7 @@ def _input(
     source: Source,
     settings: RunSettings,
     answers: AnswerSettings | None,
+    view: ProgressView,
     *,
     max_length: int | None,
     known: ModelConfig | None,
@@ -204,8 +209,10 @@ def _input(
         known: the model, if its files are here.
 
     Raises:
-        InputError: a file is missing.
+        InputError: a file is missing, or was tokenised with another vocabulary.
     """
+    for notice in source.check_sets():
+        view.say(notice)
     vocab_size = known.vocab_size if known else None
     if answers is None:
         media_token = known.media_token if known else None

@@ -105,9 +105,14 @@ class Output:
             _require_same(self.path, manifest, self.identity)
             self.finished = manifest.get("finished")
             self.samples = _read_samples(self.path / SAMPLES)
-            if len(self.samples) < manifest.get("numbered", 0):
+            numbered = manifest.get("numbered", 0)
+            if type(numbered) is not int:
                 raise CorruptionError(
-                    f"{self.path / SAMPLES}: expected {manifest['numbered']} samples or more, got {len(self.samples)}: "
+                    f"{self.path / MANIFEST}: numbered: expected a number of samples, got {numbered!r}; {REMEDY}"
+                )
+            if len(self.samples) < numbered:
+                raise CorruptionError(
+                    f"{self.path / SAMPLES}: expected {numbered} samples or more, got {len(self.samples)}: "
                     f"nobody can say whose the files are; {REMEDY}"
                 )
         with fs.io_errors(self.unfinished, "create"):
@@ -204,6 +209,8 @@ def _read_samples(path: Path) -> list[Numbered]:
     samples = []
     for line, record in read_records(path):
         try:
+            if not isinstance(record["id"], str):
+                raise TypeError(f"id: {record['id']!r}")
             samples.append(
                 Numbered(record["id"], int(record["length"]), int(record["end_hash"], 16), record["loss_mask"])
             )

@@ -58,7 +58,7 @@ def export_dataset(directory: Path, out: Path, options: ExportOptions, view: Exp
         samples, left_out = _choose(dataset, output, options)
         files = {sample.id: out / kind.file(number, sample) for number, sample in enumerate(samples)}
         output.number(samples, files)
-        jobs = [_Job(sample, files[sample.id]) for sample in samples if not files[sample.id].exists()]
+        jobs = [_Job(sample, files[sample.id]) for sample in samples if not files[sample.id].is_file()]
         size = _write(source, kind, output, jobs, options.workers, view)
         state = {"samples": len(samples), "draft_vocab_size": options.draft_vocab_size}
         if jobs or output.finished != state:

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sglang_hs_capture.errors import ConfigError
 from sglang_hs_capture.reader.dataset import HiddenStateDataset
 from sglang_hs_capture.reader.dequantize import dequantize
 from sglang_hs_capture.store.index import SampleEntry, SamplePart
+from sglang_hs_capture.text import shown
 
 _BLOCK_BYTES = 4 << 20
 
@@ -70,6 +72,7 @@ class StateSource:
             The position of the block's first row, and its states [n, K, H], contiguous.
 
         Raises:
+            ConfigError: the dtype has no number for one of them.
             CorruptionError, StoreError: they cannot be read.
         """
         as_stored = self._as_stored(sample.parts[0])
@@ -87,7 +90,23 @@ class StateSource:
                 _, stored, scales = pieces[part]
                 scale = None if scales is None else scales[:, column]
                 whole[: len(states), number] = self._convert(stored[:, column], scale, state.normed)
+            self._require_finite(sample, start, whole[: len(states)])
             yield start, whole[: len(states)]
+
+    def _require_finite(self, sample: SampleEntry, start: int, block: Tensor) -> None:
+        """Refuse states [n, K, H] that float16 has no numbers for: a trainer would get infinities.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        if self.dtype != torch.float16 or block.isfinite().all():
+            return
+        row, number = (~block.isfinite().all(-1)).nonzero()[0].tolist()
+        raise ConfigError(
+            f"--dtype float16: expected states of at most {torch.finfo(torch.float16).max:.0f}, the largest number of "
+            f"float16; {self.states[number].column} of the sample {shown(sample.id)} is larger at position "
+            f"{start + row}; choose bfloat16 or float32"
+        )
 
     def _as_stored(self, part: SamplePart) -> bool:
         """Whether a row of this part is just what is wanted, apart from its dtype."""

@@ -4,6 +4,8 @@ import io
 import json
 import os
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -11,6 +13,7 @@ import pytest
 from chat_templates import KIMI_K2, make_tokenizer
 from PIL import Image as Pillow
 from rich.console import Console
+from tokenizers import normalizers
 
 from sglang_hs_capture.cli.main import main
 from sglang_hs_capture.cli.mask_view import highlighted, print_samples
@@ -20,9 +23,12 @@ from sglang_hs_capture.data.prepared import PreparedSet, describe_tokenizer
 from sglang_hs_capture.data.records import InputProblem, Sample
 from sglang_hs_capture.data.samples import SamplePreparer, iter_samples
 from sglang_hs_capture.demo.checkpoint import make_kimi_k25
+from sglang_hs_capture.driver import start
 from sglang_hs_capture.driver.make_set import Account
-from sglang_hs_capture.driver.source import Source
-from sglang_hs_capture.errors import DiskFullError, StoreError
+from sglang_hs_capture.driver.run import RunSettings
+from sglang_hs_capture.driver.source import TOKENIZED_BY, Source
+from sglang_hs_capture.errors import DiskFullError, InputError, StoreError
+from sglang_hs_capture.store.jsonfile import write_object
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +86,117 @@ def test_a_prepared_set_is_what_reading_its_input_gives(capsys, tmp_path, data, 
     assert account["excluded"] == {"no-loss": 2}
     assert account["length_percentiles"]["0"] == 3
     assert re.fullmatch("sha256-[0-9a-f]{32}", account["tokenizer_hash"])
+    assert re.fullmatch("sha256-[0-9a-f]{32}", account["vocabulary_hash"])
     table = pq.read_table(tmp_path / "set")
     assert table.column("source").to_pylist() == [f"{data}:{n}" for n in range(1, 6)]
     assert sorted(os.listdir(tmp_path / "set")) == ["_prepared.json", "data-00000.parquet"]
     assert sorted(os.listdir(tmp_path)) == ["rows.jsonl", "set"]
+
+
+@pytest.fixture
+def made(capsys, tmp_path, data, model):
+    """A set of conversations, in ``tmp_path / "set"``."""
+    assert call(capsys, tmp_path / "set", "--data", data, "--tokenizer", model)[0] == 0
+    return tmp_path / "set"
+
+
+@pytest.fixture
+def other_model(tmp_path):
+    """A tokenizer that is another one in a way: its vocabulary, or something else of it."""
+
+    def make(word):
+        tokenizer = make_tokenizer(KIMI_K2, eos="<|im_end|>")
+        if word:
+            tokenizer.add_tokens([word])
+        else:
+            tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+        tokenizer.save_pretrained(tmp_path / "other-model")
+        return tmp_path / "other-model"
+
+    return make
+
+
+def begin_run(paths, model):
+    """What ``run`` does with its input before anything else, and what it says."""
+    said = []
+    view = SimpleNamespace(say=said.append)
+    start._input(Source(paths, str(model)), RunSettings(Path("out")), None, view, max_length=None, known=None)
+    return said
+
+
+def test_a_set_of_the_models_own_tokenizer_says_nothing(made, data, model):
+    assert begin_run([made, data], model) == []
+
+
+def test_a_set_of_another_vocabulary_is_refused(capsys, tmp_path, made, model, other_model):
+    other = other_model("another0word")
+    for paths in ([made], [made / "data-00000.parquet"], [Path(f"{made}/*.parquet")]):
+        with pytest.raises(InputError, match=f"set: was tokenised by {model} .* the vocabulary of {other} is another"):
+            begin_run(paths, other)
+    code, _, err = call(capsys, tmp_path / "again", "--data", made, "--tokenizer", other)
+    assert (code, "so its token ids stand for other text" in err) == (5, True)
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_set_that_cannot_be_held_against_the_model_is_told(tmp_path, made, other_model):
+    [said] = begin_run([made], other_model(""))
+    assert "the vocabularies are the same, and the rest of the tokenizers" in said
+    [said] = begin_run([made], tmp_path)
+    assert "set: nobody can say whether its tokens are the model's: " in said
+    assert "the tokenizer cannot be loaded" in said
+    [said] = begin_run([made], "")
+    assert said.endswith("no --model is given")
+
+
+def test_a_set_made_of_a_set_remembers_what_tokenised_it(capsys, tmp_path, made, model, other_model):
+    assert call(capsys, tmp_path / "again", "--data", made, "--shuffle-seed", 1)[0] == 0
+    first, again = (json.loads((folder / "_prepared.json").read_text()) for folder in (made, tmp_path / "again"))
+    assert [again[key] for key in TOKENIZED_BY] == [first[key] for key in TOKENIZED_BY]
+    with pytest.raises(InputError, match="is another one"):
+        begin_run([tmp_path / "again"], other_model("another0word"))
+
+
+def test_sets_of_different_tokenizers_are_not_mixed(capsys, tmp_path, made, data, other_model):
+    assert call(capsys, tmp_path / "b", "--data", data, "--tokenizer", other_model("another0word"))[0] == 0
+    code, _, err = call(capsys, tmp_path / "both", "--data", made, "--data", tmp_path / "b")
+    assert (code, "b: were tokenised with different vocabularies" in err) == (5, True)
+
+
+@pytest.mark.parametrize("damage", ["file-gone", "file-more", "account-cut", "account-edited", "newer"])
+def test_a_set_that_is_not_whole_is_refused(tmp_path, monkeypatch, capsys, damage):
+    monkeypatch.setattr(prepared_module, "SHARD_TOKENS", 4)
+    monkeypatch.setattr(prepared_module, "GROUP_TOKENS", 2)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"id": {n}, "input_ids": [1, 2, 3]}}\n' for n in range(6)))
+    made, account = tmp_path / "set", tmp_path / "set" / "_prepared.json"
+    assert call(capsys, made, "--data", rows)[0] == 0
+    assert len(list(iter_samples(made, SamplePreparer(), max_length=None))) == 6
+    text = account.read_text()
+    said = {
+        "file-gone": "set: expected 6 samples, as _prepared.json says; got 4 in 2 Parquet files; copy the whole folder",
+        "file-more": "set: expected 6 samples, as _prepared.json says; got 8 in 4 Parquet files",
+        "account-cut": "_prepared.json: not JSON",
+        "account-edited": "_prepared.json: the checksum is wrong",
+        "newer": "_prepared.json: expected version 1, got 2: written by another release",
+    }[damage]
+    if damage == "file-gone":
+        (made / "data-00001.parquet").unlink()
+    elif damage == "file-more":
+        (made / "data-00003.parquet").write_bytes((made / "data-00000.parquet").read_bytes())
+    elif damage == "newer":
+        content = json.loads(text)
+        content.pop("crc")
+        write_object(account, content | {"version": 2})
+    else:
+        account.write_text(text[:50] if damage == "account-cut" else text.replace('"samples": 6', '"samples": 5'))
+    with pytest.raises(InputError, match=re.escape(said)):
+        iter_samples(made, SamplePreparer(), max_length=None)
+
+
+def test_a_record_of_another_kind_says_nothing_of_a_folder(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"id": "x", "input_ids": [1]}\n')
+    (tmp_path / "_prepared.json").write_text('{"samples": 7}')
+    assert len(list(iter_samples(tmp_path, SamplePreparer(), max_length=None))) == 1
 
 
 def test_samples_are_shown_with_what_is_trained_on(capsys, tmp_path, data, model):
@@ -104,6 +217,41 @@ def test_rows_tokenised_before_need_no_tokenizer_and_show_their_ids(capsys, tmp_
     code, out, _ = call(capsys, tmp_path / "set", "--data", path)
     assert (code, "7 ⟦8 9 ⟧" in out) == (0, True)
     assert json.loads((tmp_path / "set" / "_prepared.json").read_text())["tokenizer_hash"] is None
+
+
+def test_tokens_that_a_tokenizer_does_not_have_are_shown_by_their_ids(capsys, tmp_path, model):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"id": "x", "input_ids": [7, 1099511627776], "loss_mask": [0, 1]}\n')
+    code, out, _ = call(capsys, tmp_path / "set", "--data", path, "--tokenizer", model)
+    assert (code, "⟦1099511627776 ⟧" in out) == (0, True)
+    code, out, err = call(capsys, tmp_path / "other", "--data", path, "--tokenizer", tmp_path)
+    assert (code, "7 ⟦1099511627776 ⟧" in out) == (0, True)
+    assert "Samples are shown by their token ids: " in err
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_leads_to_the_folder_to_make(tmp_path, there):
+    if there:
+        (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    with PreparedSet(tmp_path / "link") as prepared:
+        make(prepared, ["a"])
+    assert (tmp_path / "link").is_symlink()
+    assert pq.read_table(tmp_path / "real" / "data-00000.parquet").num_rows == 1
+
+
+def test_where_a_file_system_is_mounted_is_told_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.path.ismount", lambda path: True)
+    with pytest.raises(StoreError, match="name a folder in it"):
+        PreparedSet(tmp_path / "set")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_set_that_is_done_takes_nothing_of_the_next_one_along(tmp_path):
+    with PreparedSet(tmp_path / "set") as prepared:
+        make(prepared, ["a"])
+        (tmp_path / ".set.preparing").mkdir()
+    assert sorted(os.listdir(tmp_path)) == [".set.preparing", "set"]
 
 
 def test_untrained_samples_are_kept_if_asked_for(capsys, tmp_path, data, model):

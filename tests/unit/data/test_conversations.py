@@ -136,6 +136,18 @@ MESSAGE_PROBLEMS = {
     "messages[0]: tool_calls[0]: arguments: expected an object or its JSON text; got list": [
         {**ANSWER, "tool_calls": [{"name": "f", "arguments": [1]}]}
     ],
+    "messages[0]: function_call: expected the call in tool_calls, a list; got {'name': 'f'}": [
+        {**ANSWER, "function_call": {"name": "f"}}
+    ],
+    "messages[1]: weight: expected 1 or true, as each of the assistant's turns is trained on; got 0; remove it": [
+        USER,
+        {**ANSWER, "weight": 0},
+    ],
+    "messages[0]: weight: expected 1 or true, as each of the assistant's turns is trained on; got 0.5": [
+        {**ANSWER, "weight": 0.5}
+    ],
+    "messages[0]: train: expected 1 or true": [{**ANSWER, "train": False}],
+    "messages[0]: loss: expected 1 or true": [{**ANSWER, "loss": False}],
 }
 ROW_PROBLEMS = {
     "unknown form: expected one of the keys input_ids, messages, conversations, prompt; got ['text']": {"text": "x"},
@@ -162,6 +174,21 @@ ROW_PROBLEMS = {
     "loss_mask_rle: expected runs of 1 tokens together, as input_ids has; got 0": {
         "input_ids": [1],
         "loss_mask_rle": [],
+    },
+    **{
+        f"{key}: expected what is trained on as one of loss_mask, loss_mask_rle, assistant_masks": {
+            "input_ids": [1, 2],
+            key: [-100, 2],
+        }
+        for key in ("labels", "completion_mask", "assistant_mask", "label_mask", "mask")
+    },
+    "attention_mask: expected ones alone; got 0 at position 2: the row is padded": {
+        "input_ids": [1, 2, 0],
+        "loss_mask": [0, 1, 0],
+        "attention_mask": [1, 1, 0],
+    },
+    "conversations[1]: weight: expected 1 or true": {
+        "conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y", "weight": 0}]
     },
     "assistant_masks[0]: expected 0 or 1; got 2": {"input_ids": [1], "assistant_masks": [2]},
     "videos: only images are supported, no other media": {"messages": [USER], "videos": ["a.mp4"]},
@@ -239,6 +266,22 @@ def test_masks_of_rows_tokenised_before(read, mask, expected):
     assert record.loss_mask.dtype == np.uint8
 
 
+def test_what_other_tools_add_to_rows_is_no_problem_where_it_says_the_same(read):
+    messages = [{**USER, "weight": 0}, {**ANSWER, "weight": 1}, {**ANSWER, "train": True, "loss": None}]
+    rows = [
+        {"messages": messages},
+        {
+            "conversations": [
+                {"from": "human", "value": "x", "train": False},
+                {"from": "gpt", "value": "y", "weight": 1},
+            ]
+        },
+        {"input_ids": [1, 2], "loss_mask": [0, 1], "attention_mask": [1, 1], "labels": [-100, 2]},
+        {"input_ids": [1, 2], "labels": None, "attention_mask": None},
+    ]
+    assert [type(record) for record in read(*rows)] == [Conversation, Conversation, Sample, Sample]
+
+
 @pytest.mark.parametrize(("reason", "messages"), MESSAGE_PROBLEMS.items())
 def test_problems_of_messages(read, reason, messages):
     [problem] = reasons(read({"messages": messages}))
@@ -265,6 +308,11 @@ def test_problems_of_rows(read, reason, row):
         (b"[" * 200_000 + b"\n", "nested too deeply"),
         (b'{"input_ids": [' + b"9" * 5000 + b"]}\n", "not JSON: Exceeds the limit"),
         (b"\0\0\0\0", "not JSON"),
+        (b'{"input_ids": [1], "input_ids": [2]}\n', "the key 'input_ids' comes more than once in one object"),
+        (
+            b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}\n',
+            "the key 'content' comes more than once",
+        ),
     ],
 )
 def test_lines_that_cannot_be_read(read, line, reason):

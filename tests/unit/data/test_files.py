@@ -97,14 +97,36 @@ def test_only_the_files_of_a_saved_dataset_are_read(make):
 def test_a_missing_file_of_a_saved_dataset_is_an_error(make):
     root = make("x.arrow")
     (root / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
-    records = iter_records(root)
     with pytest.raises(InputError, match=r"data-00000-of-00001\.arrow: cannot be read: No such file"):
-        list(records)
+        iter_records(root)
 
 
-@pytest.mark.parametrize("name", ["x.parquet", "x.arrow"])
-@pytest.mark.parametrize("content", [b"", ROW])
-def test_a_table_that_is_none_is_a_problem_even_when_it_is_empty(tmp_path, name, content):
+def test_a_missing_split_of_a_saved_dataset_is_an_error(make):
+    root = make("test/x.arrow", "train/x.arrow")
+    (root / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert names(root, find_files(root)) == ["test/x.arrow", "train/x.arrow"]
+    (root / "train" / "x.arrow").unlink()
+    (root / "train").rmdir()
+    with pytest.raises(InputError, match=r"expected the splits train, test, .* got no folder train"):
+        find_files(root)
+    assert names(root, find_files(root / "test")) == ["test/x.arrow"]
+    (root / "dataset_dict.json").write_text("{}")
+    assert names(root, find_files(root)) == ["test/x.arrow"]
+
+
+def test_a_link_that_leads_nowhere_is_an_error_wherever_it_is_found(make):
+    root = make("data/a.jsonl")
+    (root / "data" / "b.jsonl").symlink_to(root / "gone.jsonl")
+    for given in (root / "data", f"{root}/data/*.jsonl", f"{root}/**/*.jsonl", f"{root}/data/b.*"):
+        with pytest.raises(InputError, match=r"b\.jsonl: cannot be read: No such file"):
+            find_files(given)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("x.parquet", b""), ("x.arrow", b""), ("x.parquet", ROW), ("x.arrow", ROW), ("x.jsonl.gz", b""), ("x.zst", b"")],
+)
+def test_what_is_named_otherwise_than_it_is_is_a_problem_even_when_it_is_empty(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     [(number, row)] = read_rows(tmp_path / name, (), ())
     assert number == 1
@@ -113,8 +135,8 @@ def test_a_table_that_is_none_is_a_problem_even_when_it_is_empty(tmp_path, name,
 
 
 def test_an_empty_file_of_lines_has_no_records(tmp_path):
-    for name in ("x.jsonl", "x.jsonl.gz"):
-        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "x.jsonl").write_bytes(b"")
+    (tmp_path / "y.jsonl.gz").write_bytes(gzip.compress(b""))
     assert list(iter_records(tmp_path)) == []
 
 

@@ -26,7 +26,7 @@ from chat_templates import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_hs_capture.data.preparation import Preparation, SplitTurns
+from sglang_hs_capture.data.preparation import LossOn, Preparation, SplitTurns
 from sglang_hs_capture.data.records import Conversation, Excluded, Exclusion, InputProblem, Prepared, Sample
 from sglang_hs_capture.data.samples import SamplePreparer
 from sglang_hs_capture.errors import InputError
@@ -180,6 +180,29 @@ def test_kimi_k2_gets_ids_that_hold_the_names_of_tools():
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "call_id", "shown"),
+    [
+        ("ls", "call_ls93kQ", "functions.ls:0"),
+        ("call", "call_7", "functions.call:0"),
+        ("search", "call_search_1", "functions.search:0"),
+        ("search", "functions.research:0", "functions.search:0"),
+        ("search", "functions.search_all:0", "functions.search:0"),
+        ("a.b", "functions.a-b:0", "functions.a.b:0"),
+        ("search", "functions.search:x", "functions.search:0"),
+        ("search", "functions.search:12", "functions.search:12"),
+        ("search", "search:3", "search:3"),
+        ("a.b", "functions.a.b:4", "functions.a.b:4"),
+    ],
+)
+def test_an_id_that_holds_the_name_by_chance_is_replaced_for_kimi_k2(name, call_id, shown):
+    tokenizer = make_tokenizer(KIMI_K2)
+    messages = [user("a"), assistant("", tool_calls=[call(call_id, name, {})]), tool(call_id, "r")]
+    text = tokenizer.decode(prepare(tokenizer, messages).input_ids)
+    assert f"<|tool_call_begin|>{shown}<|tool_call_argument_begin|>" in text
+    assert f"## Return of {shown}\nr" in text
+
+
 def test_tool_calls_in_chatml_get_their_arguments_as_an_object():
     messages = [user("a"), assistant("", tool_calls=[call("1", "f", '{"b":  "ü"}')]), tool("1", "r"), assistant("done")]
     assert trained_on(make_tokenizer(CHATML), messages) == [
@@ -231,6 +254,28 @@ def test_a_template_that_leaves_tool_calls_out_is_a_problem_of_the_sample(templa
     assert problem.reason.startswith("messages[1]: the chat template leaves out the call of the tool 'f'")
 
 
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_template_that_leaves_out_what_is_said_beside_tool_calls_is_a_problem_of_the_sample(marked):
+    begin, end = ("{% generation %}", "{% endgeneration %}") if marked else ("", "")
+    template = (
+        "{%- for message in messages %}{{- '<|im_start|>' ~ message.role ~ '\\n' }}"
+        f"{{%- if message.role == 'assistant' %}}{begin}{{%- if message.tool_calls %}}"
+        "{{- '<tool_call>' ~ message.tool_calls[0].function.name ~ '</tool_call>' }}"
+        f"{{%- else %}}{{{{ message.content }}}}{{% endif %}}{end}"
+        "{%- else %}{{ message.content }}{% endif %}{{- '<|im_end|>\\n' }}{%- endfor %}"
+    )
+    tokenizer = make_tokenizer(template)
+    calls = [call("x", "look", {})]
+    result = prepare(tokenizer, [user("q"), assistant("I look it up. ", tool_calls=calls), tool("x", "1")])
+    assert isinstance(result, InputProblem)
+    assert result.reason.startswith(
+        "messages[1]: the chat template leaves out what is said beside tool calls, 'I look it up.'"
+    )
+    for nothing in ("", " \n"):
+        messages = [user("q"), assistant(nothing, tool_calls=calls), tool("x", "1"), assistant("Done.")]
+        assert trained_on(tokenizer, messages) == ["<tool_call>look</tool_call><|im_end|>", "Done.<|im_end|>"]
+
+
 def test_the_tokenizers_own_eos_after_a_marker_is_included_even_if_the_template_hides_it():
     template = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
     template += "{{ eos_token }}{% else %}[{{ m.content }}]{% endif %}{% endfor %}"
@@ -251,6 +296,37 @@ def test_a_template_that_changes_what_is_said_shows_no_end_of_turn_but_the_token
     messages = [user("a"), assistant("b"), user("c"), assistant("d")]
     assert trained_on(make_tokenizer(template), messages) == ["B<|im_end|>\n", "D<|im_end|>\n"]
     assert trained_on(make_tokenizer(template, eos="<|im_end|>"), messages) == ["B<|im_end|>", "D<|im_end|>"]
+
+
+@pytest.mark.parametrize("loss_on", LossOn)
+@pytest.mark.parametrize(
+    ("marked", "from_header"),
+    [
+        ("true", True),
+        ("true", False),
+        ("message.role == 'assistant'", True),
+        ("message.role in ['assistant', 'tool']", False),
+        ("message.role == 'assistant' and loop.index == 5", False),
+        ("message.role == 'assistant' and loop.index == 3", False),
+        ("message.role == 'system'", False),
+    ],
+    ids=["all", "all-contents", "headers", "tools", "second-turn", "first-turn", "none-of-it"],
+)
+def test_markers_around_more_or_less_than_what_is_said_are_replaced_by_prefixes(marked, from_header, loss_on):
+    header = "{{- '<|im_start|>' ~ message.role ~ '\\n' }}"
+    said = "{{- message.content ~ '<|im_end|>\\n' }}"
+    before, inside = ("", header + said) if from_header else (header, said)
+    template = (
+        f"{{%- for message in messages %}}{before}{{%- if {marked} %}}{{% generation %}}{inside}{{% endgeneration %}}"
+        f"{{%- else %}}{inside}{{% endif %}}{{%- endfor %}}"
+        "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    messages = [system("Rules"), user("One"), assistant("Call"), tool("x", "Result"), assistant("Two"), user("Three")]
+    [sample] = SamplePreparer(make_tokenizer(template), Preparation(loss_on=loss_on)).prepare(
+        Conversation("id", "f.jsonl:1", messages)
+    )
+    turns = ["Call<|im_end|>", "Two<|im_end|>"]
+    assert masked(make_tokenizer(template), sample) == (turns[-1:] if loss_on is LossOn.LAST else turns)
 
 
 def test_markers_that_a_row_switches_off_are_replaced_by_prefixes():

@@ -83,3 +83,12 @@ def test_nobody_speaks_before_the_assistant():
     template = ChatTemplate(make_tokenizer(CHATML))
     (problem,) = prompts(Conversation("c", "f:1", [assistant("Hello.")]), template)
     assert "nothing to answer" in problem.reason
+
+
+def test_a_row_with_the_id_of_an_earlier_one_is_a_problem_however_many_turns_each_has():
+    template = ChatTemplate(make_tokenizer(CHATML))
+    one, more = [user("One?"), assistant("1")], [user("Two?"), assistant("2"), user("Three?"), assistant("3")]
+    records = [Conversation("c", f"f:{n}", messages) for n, messages in enumerate([one + more, more, one], start=1)]
+    found = list(iter_prompts(records, lambda source: template, last_only=False, vocab_size=None))
+    assert [item.id for item in found[:3]] == ["c#turn-1", "c#turn-2", "c#turn-3"]
+    assert [str(item) for item in found[3:]] == [f"f:{n}: an earlier line has the same id, 'c'" for n in (2, 3)]

@@ -56,6 +56,20 @@ def test_the_order_is_the_same_today_and_later():
     assert shuffle.random_order(0, 7).tolist() == []
 
 
+@pytest.mark.parametrize("change", ["cut", "shorter-lines"])
+def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, change):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row(100 + n)) + "\n" for n in range(50)))
+    records = iter_records(path, shuffle_seed=1)
+    next(records)
+    if change == "cut":
+        os.truncate(path, path.stat().st_size // 2 - 7)
+    else:
+        path.write_text("".join(json.dumps(row(n % 10)) + "\n" for n in range(100)))
+    with pytest.raises(InputError, match=r"a\.jsonl:\d+: expected the line of \d+ bytes .* the file has changed"):
+        list(records)
+
+
 def test_every_place_is_as_likely_as_any_other():
     places = np.array([np.argsort(shuffle.random_order(8, seed))[0] for seed in range(4000)])
     counts = np.bincount(places, minlength=8)

@@ -150,6 +150,17 @@ def test_only_the_columns_of_a_row_are_read(tmp_path, monkeypatch):
     assert seen == [["input_ids"]] * 3
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_other_masks_of_a_table_are_not_passed_over(tmp_path, kind):
+    tables = [
+        pa.table({"input_ids": [[1, 2]], "labels": [[-100, 2]]}),
+        pa.table({"input_ids": [[1, 0]], "loss_mask": [[1, 0]], "attention_mask": [[1, 0]]}),
+    ]
+    for table, key in zip(tables, ("labels", "attention_mask"), strict=True):
+        [problem] = problems(write_table(tmp_path, table, kind))
+        assert problem.reason.startswith(f"{key}: expected")
+
+
 def test_a_table_of_another_kind_is_one_problem(tmp_path):
     [problem] = problems(write_table(tmp_path, pa.table({"text": ["x"] * 100, "n": [1] * 100}), "parquet"))
     assert problem.reason == (

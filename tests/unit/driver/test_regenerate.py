@@ -169,6 +169,14 @@ def test_bad_lines_and_repeated_ids_are_told(tmp_path):
     assert summary.captured == 2
 
 
+def test_a_repeated_id_is_told_however_much_is_answered_already(tmp_path):
+    given = [*all_prompts()[:2], prompt("p2", [7, 8, 9])]
+    for captured in (2, 0):
+        summary, _ = run(tmp_path, given, on_bad_input=OnBadInput.SKIP)
+        assert [problem.reason for problem in summary.skipped] == ["an earlier line has the same id, 'p2'"]
+        assert (summary.captured, summary.ended) == (captured, "")
+
+
 def test_answers_of_other_settings_or_to_other_prompts_are_not_mixed_in(tmp_path):
     run(tmp_path, all_prompts())
     summary, _ = run(tmp_path, all_prompts(), settings=AnswerSettings(max_new_tokens=6, temperature=0.0))

@@ -195,6 +195,30 @@ def test_a_dtype_of_ones_own(tmp_path: Path) -> None:
         assert same(half, torch.stack(item["hidden_states"], dim=1).to(torch.float16))
 
 
+@pytest.mark.parametrize("layout", Format)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_states_that_float16_has_no_numbers_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Format, dtype: str
+) -> None:
+    directory = made.make(tmp_path / "dataset", info_of(dtype))
+    read = HiddenStateDataset.read_blocks
+
+    def with_a_large_one(self, part, rows):
+        for start, states, scales in read(self, part, rows):
+            changed = states.clone()
+            if start <= 1 < start + len(states):
+                changed[1 - start, 2, 3] = 70_000.0
+            yield start, changed, scales
+
+    monkeypatch.setattr(HiddenStateDataset, "read_blocks", with_a_large_one)
+    said = (
+        r"--dtype float16: expected states of at most 65504.*; boundary:4 of the sample '.*' is larger at position 1;"
+    )
+    with pytest.raises(ConfigError, match=said):
+        export(directory, tmp_path / "half", layout, dtype=ExportDtype.FLOAT16)
+    assert export(directory, tmp_path / "wide", layout).samples > 0
+
+
 def test_specforge_has_two_thousand_files_a_folder() -> None:
     kind = FORMATS[Format.SPECFORGE](info_of(), None)
     sample = None

@@ -30,6 +30,7 @@ from sglang_hs_capture.errors import (
 from sglang_hs_capture.export import manifest, run
 from sglang_hs_capture.export.options import ExportDtype, ExportOptions, Format
 from sglang_hs_capture.store import fs
+from sglang_hs_capture.store.journal import encode_line
 from sglang_hs_capture.store.requests import RequestLedger
 
 SUFFIX = {"eagle-pt": ".pt", "speculators": ".safetensors", "specforge": ".ckpt", "modelopt": ".pt"}
@@ -314,6 +315,33 @@ def test_a_manifest_that_cannot_be_read(template: Path, tmp_path: Path, text: st
     export(template, tmp_path / "out", "eagle-pt")
     (tmp_path / "out" / manifest.MANIFEST).write_text(text)
     with pytest.raises(error):
+        export(template, tmp_path / "out", "eagle-pt")
+
+
+@pytest.mark.parametrize("numbered", ["8", None, [8], True])
+def test_a_manifest_with_a_number_that_is_none(template: Path, tmp_path: Path, numbered: object) -> None:
+    export(template, tmp_path / "out", "eagle-pt")
+    path = tmp_path / "out" / manifest.MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"numbered": numbered}))
+    with pytest.raises(CorruptionError, match=r"export\.json: numbered: expected a number of samples"):
+        export(template, tmp_path / "out", "eagle-pt")
+
+
+@pytest.mark.parametrize("id", [5, ["one"], None])
+def test_a_list_of_samples_with_an_id_that_is_none(template: Path, tmp_path: Path, id: object) -> None:
+    export(template, tmp_path / "out", "eagle-pt")
+    path = tmp_path / "out" / manifest.SAMPLES
+    record = {"t": "exported", "id": id, "length": 3, "end_hash": "00", "loss_mask": "x"}
+    path.write_bytes(encode_line(record) + b"".join(path.read_bytes().splitlines(keepends=True)[1:]))
+    with pytest.raises(CorruptionError, match="line 1: not a sample's record"):
+        export(template, tmp_path / "out", "eagle-pt")
+
+
+def test_a_folder_in_the_place_of_a_file_is_not_taken_for_it(template: Path, tmp_path: Path) -> None:
+    export(template, tmp_path / "out", "eagle-pt")
+    (tmp_path / "out" / "data_0.pt").unlink()
+    (tmp_path / "out" / "data_0.pt").mkdir()
+    with pytest.raises(StoreError, match="Is a directory"):
         export(template, tmp_path / "out", "eagle-pt")
 
 
