@@ -1,8 +1,9 @@
 """Conversations to the texts of samples, with what of each is trained on.
 
 A text is rendered by the chat template. The template's own ``{% generation %}`` markers tell what the assistant says,
-as long as the conversation begins with each of its turns as that turn was when it was the last. Otherwise the turns are
-found one by one (``turns.py``), and those that the whole conversation shows otherwise get texts of their own.
+as long as the conversation begins with each of its turns as that turn was when it was the last, and shows none that the
+prompt of a server rules out. Otherwise the turns are found one by one (``turns.py``), and those that the whole
+conversation shows otherwise get texts of their own.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 from sglang_hs_capture.data.media import last_text
 from sglang_hs_capture.data.preparation import LossOn, Preparation, SplitTurns
+from sglang_hs_capture.data.reasoning import closes_reasoning, reasons
 from sglang_hs_capture.data.records import BadRow, Conversation, Message
 from sglang_hs_capture.data.template import ChatTemplate, Span
 from sglang_hs_capture.data.turns import Turn, assistant_indices, check_tool_calls, find_turns
@@ -83,13 +85,19 @@ def _marked(template: ChatTemplate, conversation: Conversation, split: SplitTurn
         return None
     text, spans = marked
     indices = assistant_indices(conversation.messages)
-    if split is SplitTurns.AUTO and not _is_stable(template, conversation, indices[-1 if last_only else 0 :], text):
-        return None
+    trained_turns = indices[-1 if last_only else 0 :]
+    header = template.answer_header(conversation)
+    if split is SplitTurns.AUTO:
+        if closes_reasoning(header) and any(reasons(conversation.messages[index]) for index in trained_turns):
+            return None
+        if not _is_stable(template, conversation, trained_turns, text):
+            return None
+    spans = [(_after_header(text, span, header), span[1]) for span in spans]
     if last_only:
         starts = [turn.start for turn in find_turns(template, conversation, as_served=False, last_only=True)]
         spans = [span for span in spans if all(span[1] > start for start in starts)]
     trained = [text[start:end] for start, end in spans]
-    for index in indices[-1 if last_only else 0 :]:
+    for index in trained_turns:
         check_tool_calls(conversation.messages[index], index, trained)
     return Passage(text, spans, len(indices), len(conversation.messages))
 
@@ -98,6 +106,13 @@ def _is_stable(template: ChatTemplate, conversation: Conversation, indices: Sequ
     """Whether ``text`` begins with the conversation up to each of some turns."""
     ends = [index + 1 for index in indices if index + 1 < len(conversation.messages)]
     return all(text.startswith(template.render(conversation, conversation.messages[:end])) for end in ends)
+
+
+def _after_header(text: str, span: Span, header: str) -> int:
+    """Where a marked span begins behind what a server puts before an answer, of which templates mark a part."""
+    start, end = span
+    found = text.find(header, max(0, start - len(header)), start + len(header)) if header else -1
+    return min(found + len(header), end) if found >= 0 else start
 
 
 def _plausible(text: str, spans: Sequence[Span], messages: Sequence[Message]) -> bool:
