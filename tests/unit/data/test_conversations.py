@@ -263,7 +263,7 @@ def test_problems_of_rows(read, reason, row):
             b"[\n",
             "one object a line is expected, not one array for the whole file (jq -c '.[]' FILE makes lines of one)",
         ),
-        (b'[{"id": 1}]\n', "expected a JSON object a line, not one array for the whole file; got list"),
+        (b'[{"id": 1}]\n', "not one array for the whole file (jq -c '.[]' FILE makes lines of one); got list"),
         (b'"text"\n', "expected a JSON object a line; got str"),
         (b"null\n", "expected a JSON object a line; got NoneType"),
         (b"[" * 200_000 + b"\n", "nested too deeply"),
