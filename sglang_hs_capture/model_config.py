@@ -87,8 +87,8 @@ def load_model_config(model: str | Path) -> ModelConfig:
     file = directory / "config.json"
     if not directory.is_dir():
         raise ConfigError(
-            f"model: {directory} is not a directory here; expected one with a config.json (run and serve also take a "
-            "hub id)"
+            f"model: {directory} is not a directory here; expected one with a config.json (run, serve and prepare-data "
+            "also take a hub id, OWNER/NAME)"
         )
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))

@@ -42,7 +42,8 @@ def check_known_answers(
     if not known:
         raise InputError(
             f"{directory}: expected log-probabilities of the engine for a few samples, and there are none; hs-capture "
-            "run keeps some unless --known-answers is 0: capture at least one more sample into the dataset"
+            "run keeps some unless --known-answers is 0: capture at least one more sample into the dataset; "
+            "of a merged dataset, look at those that it was joined from"
         )
     try:
         config = resolve_model_config(model or info.model_path)

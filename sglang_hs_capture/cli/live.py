@@ -14,7 +14,7 @@ from sglang_hs_capture.driver.progress import Rates
 from sglang_hs_capture.driver.summary import GB
 from sglang_hs_capture.driver.watch import JournalWatch
 from sglang_hs_capture.errors import StoreError
-from sglang_hs_capture.store.identity import read_info
+from sglang_hs_capture.store.identity import DATASET_FILE, read_info
 from sglang_hs_capture.store.journal import JournalTail
 from sglang_hs_capture.store.requests import LEDGER_FILE
 from sglang_hs_capture.store.schema import FailureRecord, parse_rid
@@ -127,20 +127,36 @@ def reason(state: str, error: str | None, running: bool | None) -> str:
     return f": {error}" if error else ""
 
 
+def _wait_for_dataset(directory: Path, console: Console, interval_s: float, pause: Pause) -> None:
+    """Wait where a capture has begun whose model is not loaded yet, since only the model makes a dataset of it."""
+    if (directory / DATASET_FILE).exists() or not (directory / LEDGER_FILE).exists():
+        return
+    console.print(
+        f"Waiting for {printable(str(directory / DATASET_FILE))}, which is written when the model is loaded ...",
+        markup=False,
+        soft_wrap=True,
+    )
+    while not (directory / DATASET_FILE).exists():
+        pause(interval_s)
+
+
 def watch(directory: Path, console: Console, interval_s: float, pause: Pause = time.sleep) -> None:
     """Show a dataset until Ctrl-C: in place on a terminal, elsewhere one line at a time.
+
+    Where a capture has begun and there is no dataset yet, it is waited for.
 
     Args:
         interval_s: between two looks at it.
         pause: waits so many seconds.
 
     Raises:
-        StoreError: there is no dataset, or not the same one any more.
+        StoreError: there is no dataset, and no capture that is to make one; or it is not the same one any more.
         CorruptionError: a file of it is damaged.
     """
-    dataset = LiveDataset(directory)
-    dataset.poll()
     try:
+        _wait_for_dataset(directory, console, interval_s, pause)
+        dataset = LiveDataset(directory)
+        dataset.poll()
         if not console.is_terminal:
             while True:
                 console.print("; ".join(dataset.lines(time.monotonic())[1:4]), markup=False, soft_wrap=True)

@@ -5,11 +5,12 @@ from typing import Annotated
 
 import typer
 
+from sglang_hs_capture.driver.summary import count_of
 from sglang_hs_capture.store.merge import merge as merge_datasets
 
 
 def merge(
-    out: Annotated[Path, typer.Argument(help="The dataset to make; it must not exist, or be empty.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The dataset to make; it must not exist, or be empty.")],
     datasets: Annotated[list[Path], typer.Argument(metavar="DATASET...", help="The datasets to join.")],
 ) -> None:
     """Join datasets of one model and the same settings, as several nodes have captured them on disks of their own.
@@ -19,6 +20,6 @@ def merge(
     """
     done = merge_datasets(out.expanduser(), [path.expanduser() for path in datasets], typer.echo)
     typer.echo(
-        f"{out}: {done.samples} samples, {done.duplicates} of them more than once; {done.shards} shards, of which "
-        f"{done.copied} were copied."
+        f"{out}: {count_of(done.samples, 'sample')}, {done.duplicates:,} of them more than once; "
+        f"{count_of(done.shards, 'shard')}, {done.copied:,} of them copied."
     )

@@ -22,8 +22,8 @@ CONFIG_FILE = "config.json"
 
 @options.with_options(capture=options.CaptureOptions)
 def prepare(
-    model: Annotated[Path, typer.Argument(help="The model's directory.")],
-    out: Annotated[Path, typer.Argument(help="The directory to make; it must not exist, or be empty.")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="The model's directory.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to make; it must not exist, or be empty.")],
     *,
     output: options.OutputOption,
     capture: options.CaptureOptions,

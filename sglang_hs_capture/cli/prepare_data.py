@@ -22,7 +22,7 @@ DEFAULT_SHOWN = 3
 @options.with_options(given=options.InputOptions)
 def prepare_data(
     ctx: typer.Context,
-    out: Annotated[Path, typer.Argument(help="The folder to make; it must not exist, or be empty.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make; it must not exist, or be empty.")],
     *,
     data: options.DataOption,
     model: Annotated[

@@ -14,9 +14,10 @@ from sglang_hs_capture.cli.known_answers import check_known_answers
 from sglang_hs_capture.cli.second_capture import SecondCapture, require_same_model
 from sglang_hs_capture.driver.check import find_model
 from sglang_hs_capture.driver.device import Device, use_cpu
-from sglang_hs_capture.driver.summary import GB
+from sglang_hs_capture.driver.summary import GB, count_of
 from sglang_hs_capture.errors import ConfigError, CorruptionError, HsCaptureError, InputError, StoreError
 from sglang_hs_capture.store.known_answers import KNOWN_ANSWERS_FILE
+from sglang_hs_capture.store.requests import LEDGER_FILE
 from sglang_hs_capture.text import printable
 from sglang_hs_capture.verify.check import CheckResult, CheckSettings, check_dataset
 from sglang_hs_capture.verify.findings import KINDS, Finding, Findings, Severity
@@ -240,17 +241,23 @@ def _advice(findings: Findings) -> str:
     return "each finding above says what to do"
 
 
+def _records(result: CheckResult) -> str:
+    """The files whose lines were read, in words."""
+    others = {LEDGER_FILE: "ledger", KNOWN_ANSWERS_FILE: "known answers"}
+    found = [word for name, word in others.items() if name in result.journals]
+    return ", ".join([count_of(len(result.journals) - len(found), "journal"), *found])
+
+
 def lines(result: CheckResult, compared: Sequence[str] = ()) -> list[str]:
     """The result for a person, on one page; ``compared`` are lines about comparisons with the model."""
     info, findings = result.info, result.findings
     share = result.bytes_checked / result.bytes if result.bytes else 1.0
-    journal_lines = sum(counts.lines for counts in result.journals.values())
+    line_count = sum(counts.lines for counts in result.journals.values())
     shown = [
         f"Dataset      {result.path}{', which is being captured' if result.live else ''}",
         f"Model        {info.model_path} ({info.architecture}), config {info.config_hash}",
         f"Samples      {result.samples:,} ({result.tokens:,} tokens), {result.asked:,} asked for",
-        f"Structure    {len(result.journals):,} journals and ledger ({journal_lines:,} lines), {result.shards:,} shard"
-        f"{'' if result.shards == 1 else 's'}",
+        f"Structure    {_records(result)} ({line_count:,} lines), {count_of(result.shards, 'shard')}",
         f"States       {result.rows_checked:,} of {result.rows:,} rows looked at ({share:.1%}), "
         f"{result.bytes_checked / GB:.3f} GB of {info.dtype} in {result.seconds:.1f} s",
         "",

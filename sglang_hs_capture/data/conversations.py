@@ -24,6 +24,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ _MASK_VALUES = dict.fromkeys(_MASK_KEYS, "0 and 1") | {"loss_mask_rle": "lengths
 # Where other tools have what is trained on. Passing over one would train on every token.
 _OTHER_MASK_KEYS = ("labels", "completion_mask", "assistant_mask", "label_mask", "mask")
 _ANSWER_KEYS = ("response", "completion")
+_NOT_AN_ARRAY = "not one array for the whole file (jq -c '.[]' FILE makes lines of one)"
 # The forms by the key that decides, each with what else of a row is its content.
 _FORMS = {
     "input_ids": (*_MASK_KEYS, *IMAGE_KEYS),
@@ -202,12 +204,12 @@ def _parse_line(line: bytes, number: int) -> dict[str, Any]:
         raise BadRow(f"not UTF-8: byte {line[error.start]:#04x} at byte {error.start + 1} of the line") from None
     except ValueError as error:
         cut = "" if line.endswith(b"\n") else "; the file ends here without a newline, so it may be cut off"
-        array = (
-            "; one object a line is expected, not one array for the whole file" if _opens_array(line, number) else ""
-        )
-        raise BadRow(f"not JSON: {error}{cut}{array}") from None
+        array = f"; one object a line is expected, {_NOT_AN_ARRAY}" if _opens_array(line, number) else ""
+        # json counts lines of its own, which a reader would take for those of the file.
+        told = f"{error.msg} at character {error.pos + 1} of the line" if isinstance(error, JSONDecodeError) else error
+        raise BadRow(f"not JSON: {told}{cut}{array}") from None
     if not isinstance(row, dict):
-        array = ", not one array for the whole file" if _opens_array(line, number) else ""
+        array = f", {_NOT_AN_ARRAY}" if _opens_array(line, number) else ""
         raise BadRow(f"expected a JSON object a line{array}; got {type(row).__name__}")
     return row
 

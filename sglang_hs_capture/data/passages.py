@@ -1,9 +1,9 @@
 """Conversations to the texts of samples, with what of each is trained on.
 
 A text is rendered by the chat template. The template's own ``{% generation %}`` markers tell what the assistant says,
-as long as they mark that and no more, and the conversation begins with each of its turns as that turn was when it was
-the last. Otherwise the turns are found one by one (``turns.py``), and those that the whole conversation shows otherwise
-get texts of their own.
+as long as they mark that and no more, the conversation begins with each of its turns as that turn was when it was the
+last, and none of them is one that the prompt of a server rules out. Otherwise the turns are found one by one
+(``turns.py``), and those that the whole conversation shows otherwise get texts of their own.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from typing import Any
 
 from sglang_hs_capture.data.media import last_text
 from sglang_hs_capture.data.preparation import LossOn, Preparation, SplitTurns
+from sglang_hs_capture.data.reasoning import closes_reasoning, reasons
 from sglang_hs_capture.data.records import BadRow, Conversation, Message
 from sglang_hs_capture.data.template import ChatTemplate, Span
 from sglang_hs_capture.data.turns import Turn, check_tool_calls, find_turns
@@ -88,6 +89,11 @@ def _marked(template: ChatTemplate, conversation: Conversation, split: SplitTurn
         turns = find_turns(template, conversation, as_served=False, last_only=last_only)
     except BadRow:
         return None  # as there are no turns to hold the markers against; who looks for them again says why
+    header = template.answer_header(conversation)
+    reasoning = any(reasons(conversation.messages[turn.index]) for turn in turns)
+    if split is SplitTurns.AUTO and closes_reasoning(header) and reasoning:
+        return None
+    spans = [(_after_header(text, span, header), span[1]) for span in spans]
     if last_only:
         spans = [span for span in spans if all(span[1] > turn.start for turn in turns)]
     if all(text.startswith(turn.text) for turn in turns):
@@ -114,6 +120,13 @@ def _pair_up(text: str, spans: Sequence[Span], turns: Sequence[Turn], messages: 
             return False
         found += len(own)
     return found == len(spans)
+
+
+def _after_header(text: str, span: Span, header: str) -> int:
+    """Where a marked span begins behind what a server puts before an answer, of which templates mark a part."""
+    start, end = span
+    found = text.find(header, max(0, start - len(header)), start + len(header)) if header else -1
+    return min(found + len(header), end) if found >= 0 else start
 
 
 def _plausible(text: str, spans: Sequence[Span], messages: Sequence[Message]) -> bool:

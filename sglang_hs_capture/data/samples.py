@@ -118,7 +118,8 @@ class SamplePreparer:
         """
         if self._tokenizer is None:
             raise InputError(
-                f"{source}: is a conversation, which needs the model's tokenizer; only rows with input_ids do not"
+                f"{source}: is a conversation, which needs a tokenizer: give --model or --tokenizer (only rows with "
+                "input_ids need none)"
             )
         if self._template is None:
             self._template = ChatTemplate(self._tokenizer, self._kwargs)

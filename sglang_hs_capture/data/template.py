@@ -82,6 +82,7 @@ class ChatTemplate:
 
         self.tokenizer = tokenizer
         self._kwargs = dict(template_kwargs or {})
+        self._headers: dict[str, str] = {}
         self._plain = type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
         source = getattr(tokenizer, "chat_template", None)
         if not source and self._plain:
@@ -111,6 +112,22 @@ class ChatTemplate:
             return str(text)
 
         return self._try(apply, conversation.messages if messages is None else messages)
+
+    def answer_header(self, conversation: Conversation) -> str:
+        """What a server puts after a question to ask for the answer, with a conversation's settings.
+
+        Returns:
+            Empty if there is no such thing, or if the template rejects a question alone.
+        """
+        settings = json.dumps(self._settings(conversation), sort_keys=True, default=repr)
+        if settings not in self._headers:
+            question = replace(conversation, messages=_EXCHANGE.messages[:1], tools=None)
+            try:
+                asked, prompt = self.render(question), self.render(question, generation_prompt=True)
+            except BadRow:
+                asked, prompt = "", ""
+            self._headers[settings] = prompt[len(asked) :] if prompt.startswith(asked) else ""
+        return self._headers[settings]
 
     def render_marked(self, conversation: Conversation) -> tuple[str, list[Span]] | None:
         """The text of a conversation, and what the template marks as said by the assistant, in characters.

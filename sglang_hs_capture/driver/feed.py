@@ -72,6 +72,10 @@ class Judge:
         self.server_limit: int | None = None
         self.takes_images = True
 
+    def captured_from(self, sample_id: str) -> str | None:
+        """Where the sample of this id came from that the dataset holds; None if it holds none."""
+        return self._ledger.requests[sample_id].source if sample_id in self._captured else None
+
     def judge(self, sample: Prepared) -> Verdict:
         """Say what is to be done with one item of ``data.samples.iter_samples``."""
         if isinstance(sample, InputProblem | Excluded):

@@ -90,6 +90,11 @@ class Rates:
         return ((tokens - first_tokens) / span, (nbytes - first_bytes) / span) if span > 0 else (0.0, 0.0)
 
 
+def _at_least(total: int, snapshot: Snapshot | AnswerSnapshot) -> int:
+    """The total, or more where conversations became several samples each: what is in flight belongs to it."""
+    return max(total, snapshot.done + snapshot.in_flight)
+
+
 class ProgressView:
     """Where a run reports to; this one keeps silent."""
 
@@ -144,7 +149,7 @@ class BarView(ProgressView):
     def update(self, snapshot: Snapshot | AnswerSnapshot) -> None:
         tokens_per_s, bytes_per_s = self._rates.update(time.monotonic(), snapshot.tokens, snapshot.bytes)
         self._bar.detail = snapshot.detail(tokens_per_s, bytes_per_s)
-        total = None if self._total is None else max(self._total, snapshot.done)
+        total = None if self._total is None else _at_least(self._total, snapshot)
         self._bar.update(self._task, total=total, completed=snapshot.done, visible=True)
 
     def close(self) -> None:
@@ -170,7 +175,7 @@ class LineView(ProgressView):
         if now < self._next:
             return
         self._next = now + self._interval_s
-        total = "" if self._total is None else f" of {max(self._total, snapshot.done):,}"
+        total = "" if self._total is None else f" of {_at_least(self._total, snapshot):,}"
         self.say(f"{snapshot.done:,}{total} samples, {snapshot.detail(tokens_per_s, bytes_per_s)}")
 
 

@@ -19,8 +19,10 @@ from sglang_hs_capture.driver.ending import Ending
 from sglang_hs_capture.driver.pool import MovedError, Server, ServerPool
 from sglang_hs_capture.driver.progress import AnswerSnapshot, ProgressView
 from sglang_hs_capture.store.schema import sample_key
+from sglang_hs_capture.text import shown
 
 Note = Callable[[InputProblem], None]
+CapturedFrom = Callable[[str], str | None]
 
 SYNC_S = 1.0
 SHOW_S = 0.5
@@ -93,12 +95,15 @@ class Regeneration:
         self._prompts, self._directory = prompts, directory
         self._wanted: set[str] = set()
 
-    async def run(self, open_server: OpenServer, note: Note, ending: Ending, view: ProgressView) -> None:
+    async def run(
+        self, open_server: OpenServer, note: Note, ending: Ending, view: ProgressView, captured_from: CapturedFrom
+    ) -> None:
         """Go through the prompts; the server is opened when the first one has no answer.
 
         Args:
             open_server: gives None if the run ends before the server is up.
             note: takes a prompt that cannot be answered.
+            captured_from: says for an id where the sample came from that the dataset holds, or None.
 
         Raises:
             InputError: the input cannot be read on.
@@ -108,7 +113,7 @@ class Regeneration:
         server: AnsweringServers | None = None
         work: _Work | None = None
         try:
-            async for prompt in self._missing(answers, note, ending):
+            async for prompt in self._missing(answers, note, ending, captured_from):
                 if work is None:
                     server = await open_server()
                     if server is None:
@@ -132,7 +137,9 @@ class Regeneration:
             if not isinstance(sample, Sample) or sample_key(sample.id) in self._wanted:
                 yield sample
 
-    async def _missing(self, answers: Answers, note: Note, ending: Ending) -> AsyncIterator[Prompt]:
+    async def _missing(
+        self, answers: Answers, note: Note, ending: Ending, captured_from: CapturedFrom
+    ) -> AsyncIterator[Prompt]:
         """The prompts that are not answered yet, tokenised on a thread."""
         prompts = iter(self._prompts)
         while not ending.stopped and (batch := await asyncio.to_thread(lambda: list(islice(prompts, BATCH_PROMPTS)))):
@@ -145,8 +152,17 @@ class Regeneration:
                 if sample_key(prompt.id) in self._wanted:
                     note(InputProblem(prompt.source, repeated(prompt.id), prompt.id))
                     continue
+                known = answers.holds(prompt)
+                if not known and (source := captured_from(prompt.id)) is not None:
+                    # Answering first would take hours and end with an answer that cannot be captured under this id.
+                    reason = (
+                        f"the id {shown(prompt.id)} was captured already, with the answer in {source}; for answers of "
+                        "the model's own choose another --output, or give the sample another id"
+                    )
+                    note(InputProblem(prompt.source, reason, prompt.id))
+                    continue
                 self._wanted.add(sample_key(prompt.id))
-                if not answers.holds(prompt):
+                if not known:
                     yield prompt
 
 

@@ -94,7 +94,7 @@ class CaptureRun:
             feed = Feed(samples, judge, None if again else self._settings.limit)
             intake = Intake(feed, judge, ledger, self._settings.on_bad_input, self._summary, self._ending)
             with self._ending.signals(self._tell, self._target.kill):
-                await self._guarded(intake, journals)
+                await self._guarded(intake, journals, judge)
         self._conclude()
         return self._summary
 
@@ -105,10 +105,10 @@ class CaptureRun:
         index = load_index(self._settings.output)
         return {sample.id for sample in index.samples if sample.id in index.requested}
 
-    async def _guarded(self, intake: Intake, journals: JournalWatch) -> None:
+    async def _guarded(self, intake: Intake, journals: JournalWatch, judge: Judge) -> None:
         try:
             if self._regeneration:
-                await self._answer(self._regeneration, intake)
+                await self._answer(self._regeneration, intake, judge)
             if await self._ending.unless_stopped(intake.find_work()):
                 sessions = await self._open()
                 if sessions is not None:
@@ -127,7 +127,7 @@ class CaptureRun:
             self._sessions = await self._ending.unless_stopped(self._target.open(self._view.say))
         return self._sessions
 
-    async def _answer(self, regeneration: Regeneration, intake: Intake) -> None:
+    async def _answer(self, regeneration: Regeneration, intake: Intake, judge: Judge) -> None:
         async def server() -> AnsweringServers | None:
             sessions = await self._open()
             if sessions is None:
@@ -135,7 +135,7 @@ class CaptureRun:
             return AnsweringServers(self._target.pool, sessions[0].rid_prefix, shortest_limit(sessions))
 
         try:
-            await regeneration.run(server, intake.note, self._ending, self._view)
+            await regeneration.run(server, intake.note, self._ending, self._view, judge.captured_from)
         except InputError as error:
             # What was answered before the input broke off is captured all the same.
             self._ending.stop(error, send_accepted=True)

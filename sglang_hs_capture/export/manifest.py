@@ -198,9 +198,10 @@ def _require_same(path: Path, there: Mapping[str, Any], now: Mapping[str, Any]) 
         raise StoreError(f"{where}: expected a {KIND}, got the kind {there.get('kind')!r}; {REMEDY}")
     if there["version"] > VERSION:
         raise StoreError(f"{where}: written by a newer release, in version {there['version']}; upgrade, or {REMEDY}")
-    differences = [
-        f"{name}: {there.get(name)!r} there, {value!r} now" for name, value in now.items() if there.get(name) != value
-    ]
+    differing = [name for name, value in now.items() if there.get(name) != value]
+    if "format" in differing:  # the ids follow from it, and are long
+        differing = [name for name in differing if name != "layer_ids"]
+    differences = [f"{name}: {there.get(name)!r} there, {now[name]!r} now" for name in differing]
     if differences:
         raise DatasetMismatchError(f"{path}: this is another export ({'; '.join(differences)}); {REMEDY}")
 

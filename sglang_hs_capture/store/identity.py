@@ -23,7 +23,10 @@ def read_info(directory: Path) -> DatasetInfo:
     path = directory / DATASET_FILE
     raw = read_object(path, RESTORE)
     if raw is None:
-        raise StoreError(f"{directory}: expected a dataset, but there is no {DATASET_FILE}; check the path")
+        raise StoreError(
+            f"{directory}: expected a dataset, but there is no {DATASET_FILE}; check the path, or wait if a capture "
+            "into it is just starting: the file is written when the model is loaded"
+        )
     return DatasetInfo.from_json(raw, str(path))
 
 

@@ -71,7 +71,10 @@ KINDS = {
     "duplicate": Kind(Severity.WARNING, "none, readers take the first; for requests sent by hand, use each id once"),
     "rows-copied": Kind(Severity.WARNING, "compare with the model: --against-model"),
     "equal-norms": Kind(Severity.WARNING, "compare with the model: --against-model"),
-    "poor-target": Kind(Severity.WARNING, "ask the model something, served as it was; none for random weights"),
+    "poor-target": Kind(
+        Severity.WARNING,
+        "serve the model with the flags of the capture and see whether its answers make sense; none for random weights",
+    ),
     "outlier": Kind(Severity.WARNING, "look at --report; massive activations look like this, and garbage too"),
 }
 

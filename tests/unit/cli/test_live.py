@@ -117,6 +117,32 @@ def test_the_command_ends_with_0(tmp_path, capsys, monkeypatch):
     assert "1 asked for" in capsys.readouterr().out
 
 
+def test_a_capture_whose_model_is_not_loaded_yet_is_waited_for(tmp_path):
+    stream = StringIO()
+    states = tmp_path / "states"
+    capture = Capture(tmp_path / "made", steps=1)
+    states.mkdir()
+    with RequestLedger.open(states):
+        pass
+    waited = []
+
+    def pause(seconds):
+        waited.append(seconds)
+        if len(waited) < 2:
+            return
+        if not (states / "dataset.json").exists():
+            states.rename(tmp_path / "begun")
+            capture.directory.rename(states)
+            return
+        raise KeyboardInterrupt
+
+    live.watch(states, Console(file=stream, width=200), 0.5, pause)
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == f"Waiting for {states}/dataset.json, which is written when the model is loaded ..."
+    assert "0 acknowledged of 1 asked for" in lines[1]
+    assert len(waited) == 3
+
+
 def test_watching_nothing_is_refused(tmp_path, capsys):
     with pytest.raises(StoreError, match="expected a dataset"):
         live.watch(tmp_path, Console(file=StringIO()), 1)

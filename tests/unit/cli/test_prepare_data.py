@@ -310,7 +310,11 @@ def test_an_input_without_samples_makes_an_empty_set(capsys, tmp_path):
     ("words", "code", "said"),
     [
         (["--data", "{tmp}/none.jsonl"], 5, "none.jsonl: no such file or folder"),
-        (["--data", "{tmp}/rows.jsonl"], 5, "rows.jsonl:1: is a conversation, which needs the model's tokenizer"),
+        (
+            ["--data", "{tmp}/rows.jsonl"],
+            5,
+            "rows.jsonl:1: is a conversation, which needs a tokenizer: give --model or --tokenizer",
+        ),
         (["--data", "{tmp}/rows.jsonl", "--model", "{tmp}/none"], 2, "is not a directory"),
         (["--data", "{tmp}/rows.jsonl", "--tokenizer", "{tmp}"], 5, "the tokenizer cannot be loaded"),
     ],

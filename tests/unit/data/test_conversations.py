@@ -298,11 +298,15 @@ def test_problems_of_rows(read, reason, row):
     ("line", "reason"),
     [
         (b"{nonsense}\n", "not JSON: Expecting property name"),
+        (b'{"id": "x", "messages": []\n', "not JSON: Expecting ',' delimiter at character 28 of the line"),
         (b'{"messages": [{"role": "us', "so it may be cut off"),
         (b'{"id": "\xff"}\n', "not UTF-8: byte 0xff at byte 9"),
         ('{"id": "x"}'.encode("utf-16"), "not UTF-8: byte 0xff at byte 1"),
-        (b"[\n", "one object a line is expected, not one array for the whole file"),
-        (b'[{"id": 1}]\n', "expected a JSON object a line, not one array for the whole file; got list"),
+        (
+            b"[\n",
+            "one object a line is expected, not one array for the whole file (jq -c '.[]' FILE makes lines of one)",
+        ),
+        (b'[{"id": 1}]\n', "not one array for the whole file (jq -c '.[]' FILE makes lines of one); got list"),
         (b'"text"\n', "expected a JSON object a line; got str"),
         (b"null\n", "expected a JSON object a line; got NoneType"),
         (b"[" * 200_000 + b"\n", "nested too deeply"),

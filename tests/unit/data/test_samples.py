@@ -36,7 +36,9 @@ def test_tokenised_rows_need_no_tokenizer(write):
 
 
 def test_a_conversation_without_tokenizer_stops_the_run(write):
-    with pytest.raises(InputError, match=r"f\.jsonl:1: is a conversation, which needs the model's tokenizer"):
+    with pytest.raises(
+        InputError, match=r"f\.jsonl:1: is a conversation, which needs a tokenizer: give --model or --tokenizer"
+    ):
         list(iter_samples(write({"messages": [user("a")]}), TOKENISED, max_length=None))
 
 

@@ -240,6 +240,40 @@ def test_markers_are_not_followed_where_the_template_drops_reasoning():
     assert masked(tokenizer, sample) == ["b<|im_end|>", "d<|im_end|>"]
 
 
+# Like the demo's template: the marker begins before the tag that the prompt opens.
+MARKED_THINKING = """\
+{%- for message in messages %}
+{{- '<|im_start|>' ~ message.role ~ '\\n' }}
+{%- if message.role == 'assistant' %}
+{%- generation %}{{ '<think>' ~ (message.reasoning_content or '') ~ '</think>' ~ message.content ~ '<|im_end|>' }}
+{%- endgeneration %}
+{%- else %}{{ message.content ~ '<|im_end|>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' ~ ('<think></think>' if thinking is false else '<think>') }}
+{%- endif %}"""
+
+
+def test_what_the_prompt_opens_is_not_trained_on_though_it_is_marked():
+    tokenizer = make_tokenizer(MARKED_THINKING)
+    record = Conversation("id", "f:1", [user("a"), assistant("b"), user("c"), assistant("d", reasoning_content="so")])
+    [sample] = SamplePreparer(tokenizer).prepare(record)
+    assert masked(tokenizer, sample) == ["</think>b<|im_end|>", "so</think>d<|im_end|>"]
+    [sample] = SamplePreparer(tokenizer, LAST).prepare(record)
+    assert masked(tokenizer, sample) == ["so</think>d<|im_end|>"]
+
+
+def test_markers_are_not_followed_where_the_prompt_closes_the_reasoning_that_they_hold():
+    tokenizer = make_tokenizer(MARKED_THINKING)
+    record = Conversation("id", "f:1", [user("a"), assistant("b", reasoning_content="hm")])
+    [sample] = SamplePreparer(tokenizer, Preparation({"thinking": False})).prepare(record)
+    assert tokenizer.decode(sample.input_ids).endswith("<|im_start|>assistant\n<think></think>b<|im_end|>")
+    assert masked(tokenizer, sample) == ["b<|im_end|>"]
+    record = Conversation("id", "f:1", record.messages, template_kwargs={"thinking": True})
+    [sample] = SamplePreparer(tokenizer, Preparation({"thinking": False})).prepare(record)
+    assert masked(tokenizer, sample) == ["hm</think>b<|im_end|>"]
+
+
 def test_the_ids_of_turns_are_as_long_as_ids_may_be():
     assert [s.id[-7:] for s in prepare("qwen3", TALK, sample_id="x" * 4089)] == ["#turn-1", "#turn-2"]
     [problem] = prepare("qwen3", TALK, sample_id="x" * 4090)

@@ -125,6 +125,17 @@ def test_only_the_answers_of_this_runs_input_are_captured(tmp_path):
     assert (summary.answered, summary.captured) == (0, 2)
 
 
+def test_what_was_captured_with_other_answers_is_told_before_the_model_answers(tmp_path):
+    run(tmp_path, all_prompts()[:3])
+    (tmp_path / ANSWERS_FILE).rename(tmp_path / "of-another-run.jsonl")
+    summary, server = run(tmp_path, all_prompts())
+    assert server.requests == []
+    assert "the id 'p2' was captured already, with the answer in" in summary.ended
+    assert "choose another --output" in summary.ended
+    summary, server = run(tmp_path, all_prompts(), on_bad_input=OnBadInput.SKIP)
+    assert (summary.answered, summary.captured, len(summary.skipped)) == (5, 5, 3)
+
+
 def test_failures_are_tried_again_and_then_left_out(tmp_path):
     refused = {"count": 0}
 

@@ -249,6 +249,7 @@ def test_what_was_acknowledged_while_it_is_still_captured(tmp_path: Path) -> Non
     ("changes", "named"),
     [
         ({"layout": "modelopt"}, "format: 'eagle-pt' there, 'modelopt' now"),
+        ({"layout": "safetensors"}, "format: 'eagle-pt' there, 'safetensors' now"),
         ({"dtype": ExportDtype.FLOAT32}, "dtype: 'bfloat16' there, 'float32' now"),
         ({"min_loss_tokens": 1}, "min_loss_tokens: 0 there, 1 now"),
     ],
@@ -259,6 +260,7 @@ def test_another_export_is_refused(template: Path, tmp_path: Path, changes: dict
     with pytest.raises(DatasetMismatchError) as refused:
         export(template, tmp_path / "out", **{"layout": "eagle-pt", **changes})
     assert named in str(refused.value)
+    assert "layer_ids" not in str(refused.value), "they follow from the format"
     assert content(tmp_path / "out") == before
 
 
