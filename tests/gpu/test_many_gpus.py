@@ -27,7 +27,7 @@ pytestmark = [
 
 CHUNK = 1024
 BOUNDARIES = (0, 2, 5)
-# Two units in the last place of bfloat16 are 0.8 %; sums over GPUs are rounded in another order.
+# Sums over GPUs are rounded in another order. The worst rows differed by 0.026 on two H200s; other rows differ by 1.5.
 TOLERANCE = 0.04
 SHAPE = {
     "num_hidden_layers": 6,
