@@ -125,8 +125,8 @@ def main() -> None:
         log = Path(os.environ.get("HS_BENCHMARK_LOG", str(Path(temporary, "server.log"))))
         tokens = arguments.requests * (arguments.length + arguments.generate + 64)
         common = ["--load-format", "dummy", "--max-running-requests", str(arguments.requests)]
-        # Two servers share the GPU: the KV cache is as large as what is in flight, and no larger. The fraction is of what
-        # is free at a server's start, so for the second one it has to leave room for the weights.
+        # Two servers share the GPU: the KV cache is as large as what is in flight, and no larger. The fraction is of
+        # what is free at a server's start, of which the second one's weights are the larger part.
         common += ["--max-total-tokens", str(tokens), "--mem-fraction-static", "0.85"]
         if arguments.cpu:
             common.append("--disable-decode-cuda-graph")  # there are none without a GPU

@@ -5,6 +5,9 @@ files of the three processes that must not grow are read from ``/proc``, and one
 to its answer and up to its acknowledgement. A line is fitted to each series, without the first fifth of the run, in
 which buffers, caches and allocators fill.
 
+With ``--own-class`` the same prompts go to SGLang's own class instead, without the plugin, and the scheduler's process
+is looked at after every thousand of them: what it grows by there is not the capture's.
+
     python -m benchmarks.soak --output /var/tmp/soak --prompts 10000 --cpu
 """
 
@@ -39,6 +42,9 @@ WRITER = "dp0-pp0"
 # Request ids of the script's own prompts.
 OWN = "hs-look-"
 WRITING_MODULE = b"sglang_hs_capture.writing"
+# What SGLang calls the process of the first scheduler.
+SCHEDULER_TITLE = b"sglang::scheduler"
+BATCH = 1000
 # The first part of the run, in which what is allocated once is allocated.
 WARM_UP = 0.2
 
@@ -58,6 +64,7 @@ def parse_arguments() -> argparse.Namespace:
         "--interval", type=float, default=2.0, help="seconds from one look at the processes to the next"
     )
     parser.add_argument("--until", type=float, default=3600.0, help="end the run in order after so many seconds")
+    parser.add_argument("--own-class", action="store_true", help="serve SGLang's own class, without the plugin")
     parser.add_argument("--cpu", action="store_true", help="run on the CPU platform")
     return parser.parse_args()
 
@@ -80,21 +87,28 @@ def open_files(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
-def writing_process(scheduler: int) -> int:
-    """The writing process of a scheduler process: that of its children which runs the module.
+def child_of(parent: int, word: bytes) -> int:
+    """The process among a process's children and theirs that has a word in its command line.
 
     Raises:
         RuntimeError: there is none.
     """
+    parents: dict[int, int] = {}
+    found: list[int] = []
     for status in Path("/proc").glob("[0-9]*/status"):
         try:
             words = (status.parent / "cmdline").read_bytes().split(b"\0")
-            parent = re.search(r"^PPid:\s+(\d+)", status.read_text(), re.MULTILINE)
+            above = re.search(r"^PPid:\s+(\d+)", status.read_text(), re.MULTILINE)
         except OSError:
             continue
-        if WRITING_MODULE in words and parent and int(parent[1]) == scheduler:
-            return int(status.parent.name)
-    raise RuntimeError(f"process {scheduler} has no writing process")
+        pid = int(status.parent.name)
+        parents[pid] = int(above[1]) if above else 0
+        if any(each.startswith(word) for each in words):
+            found.append(pid)
+    for pid in found:
+        if parent in (parents[pid], parents.get(parents[pid])):
+            return pid
+    raise RuntimeError(f"process {parent} has no child with {word.decode()} in its command line")
 
 
 def write_prompts(file: Path, arguments: argparse.Namespace, vocab_size: int) -> None:
@@ -225,9 +239,32 @@ def soak(model: Path, prompts: Path, arguments: argparse.Namespace) -> tuple[dic
     with served(model, arguments.output.with_suffix(".log"), flags, environment) as url:
         (session,) = read_sessions(arguments.output)
         with subprocess.Popen([*map(str, command), "--server", url]) as driver:
-            pids = {"scheduler": session.pid, "writing process": writing_process(session.pid), "driver": driver.pid}
+            pids = {
+                "scheduler": session.pid,
+                "writing process": child_of(session.pid, WRITING_MODULE),
+                "driver": driver.pid,
+            }
             looks = watch(driver, url, pids, vocab_size, arguments)
     return json.loads(summary.read_text()), looks
+
+
+def soak_own_class(model: Path, prompts: Path, arguments: argparse.Namespace) -> tuple[dict[str, Any], list[Look]]:
+    """Send the prompts to SGLang's own class; how many and in how many seconds, and the looks at the scheduler."""
+    flags, environment = server_flags(None, cpu=arguments.cpu)
+    flags.remove("--disable-radix-cache")
+    rows = [json.loads(line) for line in prompts.read_text().splitlines()]
+    looks: list[Look] = []
+    with served(model, arguments.output.with_suffix(".log"), flags, environment) as url:
+        scheduler, started = child_of(os.getpid(), SCHEDULER_TITLE), time.monotonic()
+        for batch in (rows[first : first + BATCH] for first in range(0, len(rows), BATCH)):
+            ids = [row["id"] for row in batch]
+            run_round(url, [row["input_ids"] for row in batch], ids, in_flight=arguments.max_in_flight)
+            look = {"seconds": time.monotonic() - started, "samples": BATCH * len(looks) + len(batch)}
+            look |= {f"scheduler, {kind} MiB": size for kind, size in process_memory(scheduler).items()}
+            look["scheduler, open files"] = open_files(scheduler)
+            look["scheduler, CPU s"] = process_seconds(scheduler)
+            looks.append(look)
+    return {"captured": 0, "sent": len(rows), "seconds": looks[-1]["seconds"]}, looks
 
 
 def main() -> None:
@@ -239,12 +276,12 @@ def main() -> None:
         model = arguments.model or make_deepseek_v3(Path(temporary, "model"))
         prompts = Path(temporary, "prompts.jsonl")
         write_prompts(prompts, arguments, int(text_config(model)["vocab_size"]))
-        summary, looks = soak(model, prompts, arguments)
+        summary, looks = (soak_own_class if arguments.own_class else soak)(model, prompts, arguments)
     found = trends(looks)
     label = arguments.model.name if arguments.model else "tiny-deepseek-v3"
-    name = f"soak-{label}-sglang{version('sglang')}"
+    name = f"soak-{'own-class-' if arguments.own_class else ''}{label}-sglang{version('sglang')}"
     write_json(arguments.results, name, "soak", arguments, summary=summary, trends=found, looks=looks)
-    text = f"{summary['captured']:,} prompts in {summary['seconds']:,.0f} s.\n\n{table(found)}"
+    text = f"{summary.get('sent', summary['captured']):,} prompts in {summary['seconds']:,.0f} s.\n\n{table(found)}"
     (arguments.results / f"{name}.md").write_text(text)
     print(text)
 

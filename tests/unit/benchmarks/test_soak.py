@@ -1,10 +1,13 @@
 """What the soak reads of processes, and how it tells a series that grows from one that does not."""
 
 import os
+import subprocess
+import sys
+import time
 
 import pytest
 
-from benchmarks.soak import open_files, process_memory, process_seconds, slope_per_thousand, table, trends
+from benchmarks.soak import child_of, open_files, process_memory, process_seconds, slope_per_thousand, table, trends
 
 
 def looks(count=60):
@@ -48,3 +51,22 @@ def test_a_process_can_be_read():
     assert memory["shared"] >= 0
     assert open_files(os.getpid()) >= 3
     assert process_seconds(os.getpid()) > 0
+
+
+def test_a_process_is_found_below_another_by_its_command_line():
+    # As SGLang does: the process that was started starts the one looked for.
+    inner = "import sys; sys.stdin.read()"
+    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}, 'soak::looked-for-1'])"
+    with subprocess.Popen([sys.executable, "-c", outer], stdin=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 20
+        found = None
+        while found is None and time.monotonic() < deadline:
+            try:
+                found = child_of(os.getpid(), b"soak::looked-for")
+            except RuntimeError:
+                time.sleep(0.05)
+        assert found not in (None, process.pid)
+        assert child_of(process.pid, b"soak::looked-for") == found
+        process.stdin.close()
+    with pytest.raises(RuntimeError, match="no child with soak::looked-for"):
+        child_of(os.getpid(), b"soak::looked-for")
