@@ -246,7 +246,8 @@ class ChatTemplate:
             answering = self._shown({"role": "assistant", "content": "x", key: _PROBE})
             if _PROBE in calling + answering:
                 lift = written in self._shown({"role": "assistant", "content": written})
-                return replace(self._form, reasoning_key=key, lift_reasoning=lift)
+                breaks = f"{OPEN}\n{_PROBE}\n{CLOSE}" in calling + answering
+                return replace(self._form, reasoning_key=key, lift_reasoning=lift, breaks_lines=breaks)
         return self._form
 
     def _shown(self, message: Message) -> str:

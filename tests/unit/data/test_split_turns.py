@@ -365,6 +365,53 @@ def test_never_does_not_follow_markers_around_more_than_turns():
     assert "differently" in problem.reason
 
 
+def test_a_turn_after_another_that_ends_otherwise_in_history_is_not_doubled():
+    template = (
+        "{%- for m in messages %}{{- '<|im_start|>' ~ m.role ~ '\\n' }}"
+        "{%- if m.reasoning_content %}{{- '<think>' ~ m.reasoning_content ~ '</think>' }}{% endif %}{{- m.content }}"
+        "{%- set open = m.role == 'assistant' and not (loop.last and not add_generation_prompt) %}"
+        "{{- '<|eot_id|>' if open else '<|im_end|>' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
+        "{{- '<think></think>' if thinking is false else '<think>' }}{% endif %}"
+    )
+    tokenizer = make_tokenizer(template)
+    record = Conversation("id", "f:1", [user("a"), assistant("b", reasoning_content="hm"), assistant("c")])
+    asked = "<|im_start|>user\na<|im_end|><|im_start|>assistant\n<think>"
+    samples = SamplePreparer(tokenizer).prepare(record)
+    assert [tokenizer.decode(sample.input_ids) for sample in samples] == [
+        f"{asked}hm</think>b<|im_end|>",
+        f"{asked}hm</think>b<|eot_id|><|im_start|>assistant\nc<|im_end|>",
+    ]
+    assert [masked(tokenizer, sample) for sample in samples] == [["hm</think>b<|im_end|>"], ["c<|im_end|>"]]
+    last = [user("a"), assistant("b"), assistant("c", reasoning_content="hm")]
+    [sample] = SamplePreparer(tokenizer, LAST).prepare(Conversation("id", "f:1", last))
+    assert masked(tokenizer, sample) == ["hm</think>c<|im_end|>"]
+
+
+def test_space_before_an_answer_is_not_doubled_where_a_template_keeps_a_part_of_it():
+    keeping = DEEPSEEK_R1.replace("m.content.split('</think>')[-1]", "m.content.split('</think>')[-1].lstrip('\\n')")
+    assert keeping != DEEPSEEK_R1
+    tokenizer = copy.copy(style_tokenizer("deepseek-r1"))
+    tokenizer.chat_template = keeping
+    for answer in ("\n\n    b", "\n\n", "", "  b"):
+        record = Conversation("id", "f:1", [user("a"), assistant(f"<think>\nhm\n</think>{answer}")])
+        [sample] = SamplePreparer(tokenizer).prepare(record)
+        assert masked(tokenizer, sample) == [f"hm\n</think>{answer}{EOS}"]
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_line_breaks_around_reasoning_written_out_are_not_doubled(thinking):
+    template = QWEN3.replace(
+        "{{ '<|im_start|>assistant\\n' }}",
+        "{{ '<|im_start|>assistant\\n' ~ ('<think>\\n\\n</think>\\n\\n' if thinking is false else '') }}",
+    )
+    assert template != QWEN3
+    tokenizer = make_tokenizer(template)
+    record = Conversation("id", "f:1", [user("a"), assistant("<think>\nhm\n</think>\n\nb")])
+    [sample] = SamplePreparer(tokenizer, Preparation({"thinking": thinking})).prepare(record)
+    assert masked(tokenizer, sample) == ["<think>\nhm\n</think>\n\nb<|im_end|>" if thinking else "b<|im_end|>"]
+
+
 def test_the_ids_of_turns_are_as_long_as_ids_may_be():
     assert [s.id[-7:] for s in prepare("qwen3", TALK, sample_id="x" * 4089)] == ["#turn-1", "#turn-2"]
     [problem] = prepare("qwen3", TALK, sample_id="x" * 4090)
