@@ -107,10 +107,13 @@ def _reached(template: ChatTemplate, rest: TokenIds, input_ids: TokenIds) -> tup
 def _settle_end(
     input_ids: TokenIds, start: int, end: int, stop_ids: frozenset[int], is_blank: Callable[[int], bool]
 ) -> int:
-    """Let a run end with the turn's end token: drop whitespace after it, or take it in if it comes next."""
+    """Let a run end with the turn's end token: drop whitespace after it, or take in that before it and itself."""
     last = end
     while last > start and int(input_ids[last - 1]) not in stop_ids and is_blank(int(input_ids[last - 1])):
         last -= 1
     if last > start and int(input_ids[last - 1]) in stop_ids:
         return last
-    return end + 1 if end < len(input_ids) and int(input_ids[end]) in stop_ids else end
+    stop = end
+    while stop < len(input_ids) and int(input_ids[stop]) not in stop_ids and is_blank(int(input_ids[stop])):
+        stop += 1
+    return stop + 1 if stop < len(input_ids) and int(input_ids[stop]) in stop_ids else end

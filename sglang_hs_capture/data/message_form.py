@@ -21,12 +21,14 @@ class MessageForm:
         names_in_ids: the template shows the ids of tool calls and not their names, so the ids are to hold these.
         reasoning_key: where the template looks for reasoning.
         lift_reasoning: reasoning written out in the content is to be given as reasoning.
+        breaks_lines: the template breaks the line around reasoning itself, as what is written out does.
     """
 
     keep_developer: bool
     names_in_ids: bool = False
     reasoning_key: str = REASONING_KEYS[0]
     lift_reasoning: bool = False
+    breaks_lines: bool = False
 
     def apply(self, messages: Sequence[Message], *, arguments_as_text: bool) -> list[Message]:
         """The messages in this form, with the arguments of tool calls as objects or as JSON text."""
@@ -35,7 +37,9 @@ class MessageForm:
         return [self._formed(message, arguments_as_text) for message in messages]
 
     def _formed(self, message: Message, arguments_as_text: bool) -> Message:
-        formed = dict(lifted(message) if self.lift_reasoning and message["role"] == "assistant" else message)
+        formed = dict(message)
+        if self.lift_reasoning and message["role"] == "assistant":
+            formed = dict(lifted(message, trim=self.breaks_lines))
         if message["role"] == "developer" and not self.keep_developer:
             formed["role"] = "system"
         if "tool_calls" in message:

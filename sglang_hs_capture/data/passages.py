@@ -1,21 +1,20 @@
 """Conversations to the texts of samples, with what of each is trained on.
 
 A text is rendered by the chat template. The template's own ``{% generation %}`` markers tell what the assistant says,
-as long as they mark that and no more, the conversation begins with each of its turns as that turn was when it was the
-last, and none of them is one that the prompt of a server rules out. Otherwise the turns are found one by one
-(``turns.py``), and those that the whole conversation shows otherwise get texts of their own.
+as long as they mark all of that and no more, and the conversation begins with each of its turns as a server and its
+model would have written them. Otherwise the turns as they are found one by one (``turns.py``) tell it, and those that
+the whole conversation shows otherwise get texts of their own.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
 
 from sglang_hs_capture.data.media import last_text
 from sglang_hs_capture.data.preparation import LossOn, Preparation, SplitTurns
-from sglang_hs_capture.data.reasoning import closes_reasoning, reasons
 from sglang_hs_capture.data.records import BadRow, Conversation, Message
 from sglang_hs_capture.data.template import ChatTemplate, Span
-from sglang_hs_capture.data.turns import Turn, check_tool_calls, find_turns
+from sglang_hs_capture.data.turns import Turn, find_turns
 
 _REWRITES = (
     "the chat template renders earlier turns differently once later ones follow (at messages[{index}]), so one sample "
@@ -48,14 +47,19 @@ def find_passages(template: ChatTemplate, conversation: Conversation, preparatio
         BadRow: the template rejects the conversation, leaves tool calls out, or rewrites earlier turns in a way that
             cannot be followed or, with ``SplitTurns.NEVER``, at all.
     """
-    split, last_only = preparation.split_turns, preparation.loss_on is LossOn.LAST
-    marked = _marked(template, conversation, split, last_only)
+    split = preparation.split_turns
+    turns = find_turns(
+        template,
+        conversation,
+        as_served=split is not SplitTurns.NEVER,
+        last_only=preparation.loss_on is LossOn.LAST,
+    )
+    if split is SplitTurns.ALWAYS and len(turns) > 1:
+        return [_passage(turn.text, [turn], turn.index + 1) for turn in turns]
+    marked = None if split is SplitTurns.ALWAYS else _marked(template, conversation, turns, split)
     if marked is not None:
         return [marked]
     whole = template.render(conversation)
-    turns = find_turns(template, conversation, as_served=split is not SplitTurns.NEVER, last_only=last_only)
-    if split is SplitTurns.ALWAYS and len(turns) > 1:
-        return [_passage(turn.text, [turn], turn.index + 1) for turn in turns]
     passages = _grouped(turns, whole, len(conversation.messages))
     if split is SplitTurns.NEVER and passages[0].text != whole:
         index = next(turn.index for turn in turns if not whole.startswith(turn.text))
@@ -79,44 +83,50 @@ def _passage(text: str, turns: Sequence[Turn], messages: int) -> Passage:
     return Passage(text, [(turn.start, len(turn.text)) for turn in turns], turns[-1].number, messages)
 
 
-def _marked(template: ChatTemplate, conversation: Conversation, split: SplitTurns, last_only: bool) -> Passage | None:
+def _marked(
+    template: ChatTemplate, conversation: Conversation, turns: Sequence[Turn], split: SplitTurns
+) -> Passage | None:
     """The whole conversation as the template's markers tell it; None where they cannot be relied on."""
     marked = template.render_marked(conversation)
-    if marked is None or split is SplitTurns.ALWAYS or not _plausible(*marked, conversation.messages):
+    if marked is None or not turns:
         return None
     text, spans = marked
-    try:
-        turns = find_turns(template, conversation, as_served=False, last_only=last_only)
-    except BadRow:
-        return None  # as there are no turns to hold the markers against; who looks for them again says why
-    header = template.answer_header(conversation)
-    reasoning = any(reasons(conversation.messages[turn.index]) for turn in turns)
-    if split is SplitTurns.AUTO and closes_reasoning(header) and reasoning:
-        return None
+    header, closing = template.answer_frame(conversation)
     spans = [(_after_header(text, span, header), span[1]) for span in spans]
-    if last_only:
-        spans = [span for span in spans if all(span[1] > turn.start for turn in turns)]
     if all(text.startswith(turn.text) for turn in turns):
-        if not _pair_up(text, spans, turns, conversation.messages):
+        # With fewer turns to train on than there are, what is marked before the first of them does not matter.
+        first = turns[0].start if turns[0].number > 1 else 0
+        spans = [span for span in spans if span[0] >= first]
+        if not _agree(text, spans, turns, closing):
             return None
-    elif split is SplitTurns.AUTO:
+    elif split is SplitTurns.NEVER and _one_each(text, spans, conversation.messages):
+        spans = spans[-len(turns) :]
+    else:
         return None
-    trained = [text[start:end] for start, end in spans]
-    for turn in turns:
-        check_tool_calls(conversation.messages[turn.index], turn.index, trained)
-    return Passage(text, spans, turns[-1].number if turns else 0, len(conversation.messages))
+    return Passage(text, spans, turns[-1].number, len(conversation.messages))
 
 
-def _pair_up(text: str, spans: Sequence[Span], turns: Sequence[Turn], messages: Sequence[Message]) -> bool:
-    """Whether all that is marked is the assistant's words, and each turn's words are marked to their end.
+def _agree(text: str, spans: Sequence[Span], turns: Sequence[Turn], closing: str) -> bool:
+    """Whether what is marked is each turn from its first word to its last, and no more.
 
-    A template may mark headers, what tools return, whole conversations or the last turn alone.
+    A template may mark headers, what tools return, whole conversations or the last turn alone, or leave out reasoning
+    or tool calls.
+
+    Args:
+        text: the whole conversation.
+        spans: what is marked.
+        turns: those to train on, with which ``text`` begins.
+        closing: what the template puts after any answer, marked or not.
     """
     found = 0
     for turn in turns:
-        own = [text[start:end] for start, end in spans if turn.start <= start and end <= len(turn.text)]
-        tail = _tail(messages[turn.index]["content"])
-        if not any(tail in marked for marked in own):
+        own = [span for span in spans if turn.start <= span[0] and span[1] <= len(turn.text)]
+        if not own or text[turn.start : own[0][0]].strip():
+            return False
+        if any(start > end for (_, end), (start, _) in pairwise(own)):
+            return False
+        rest = text[own[-1][1] : len(turn.text)]
+        if rest.strip() and not closing.endswith(rest):
             return False
         found += len(own)
     return found == len(spans)
@@ -129,15 +139,10 @@ def _after_header(text: str, span: Span, header: str) -> int:
     return min(found + len(header), end) if found >= 0 else start
 
 
-def _plausible(text: str, spans: Sequence[Span], messages: Sequence[Message]) -> bool:
-    """Whether the marked spans hold what the assistant said, as far as spans and turns can be paired."""
+def _one_each(text: str, spans: Sequence[Span], messages: Sequence[Message]) -> bool:
+    """Whether each of the assistant's turns has one marked span, which holds the end of what it says."""
     contents = [message["content"] for message in messages if message["role"] == "assistant"]
-    if contents and not spans:
-        return False
-    if len(spans) != len(contents):
-        return all(0 <= start <= end <= len(text) for start, end in spans)
-    return all(_tail(content) in text[start:end] for content, (start, end) in zip(contents, spans, strict=True))
-
-
-def _tail(content: Any) -> str:
-    return last_text(content).strip()[-_TAIL_CHARACTERS:]
+    return len(spans) == len(contents) and all(
+        last_text(content).strip()[-_TAIL_CHARACTERS:] in text[start:end]
+        for content, (start, end) in zip(contents, spans, strict=True)
+    )

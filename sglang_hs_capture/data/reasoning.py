@@ -12,6 +12,7 @@ from sglang_hs_capture.data.records import Message
 
 OPEN, CLOSE = "<think>", "</think>"
 _OPENED = re.compile(rf"{OPEN}(\s*)$")
+_TAG = re.compile(rf"{OPEN}\s*({CLOSE}\s*)?$")
 _WRITTEN = re.compile(rf"\s*{OPEN}(.*?){CLOSE}(.*)", re.DOTALL)
 _PROBE = "probe0of0the0reasoning"
 
@@ -24,12 +25,20 @@ def reasons(message: Message) -> bool:
     return bool(content.partition(CLOSE)[0].removeprefix(OPEN).strip()) and CLOSE in content
 
 
-def lifted(message: Message) -> Message:
-    """The message with reasoning that opens its content moved to ``reasoning_content``."""
+def lifted(message: Message, *, trim: bool = False) -> Message:
+    """The message with reasoning that opens its content moved to ``reasoning_content``.
+
+    Args:
+        message: any.
+        trim: leave out the line breaks around the reasoning and after it.
+    """
     written = _WRITTEN.fullmatch(_text(message))
     if written is None or message.get("reasoning_content", "").strip():
         return message
-    return {**message, "reasoning_content": written.group(1), "content": written.group(2)}
+    reasoning, answer = written.groups()
+    if trim:
+        reasoning, answer = reasoning.strip("\n"), answer.lstrip("\n")
+    return {**message, "reasoning_content": reasoning, "content": answer}
 
 
 def closes_reasoning(opening: str) -> bool:
@@ -37,9 +46,15 @@ def closes_reasoning(opening: str) -> bool:
     return opening.rstrip().endswith(CLOSE)
 
 
+def reasoning_tag(opening: str) -> str:
+    """The end of a header that opens reasoning, or opens and closes it; empty if the header does neither."""
+    found = _TAG.search(opening)
+    return found.group() if found else ""
+
+
 def without_reasoning(message: Message) -> Message:
     """The message with nothing but its answer."""
-    return {key: value for key, value in lifted(message).items() if key != "reasoning_content"}
+    return {key: value for key, value in lifted(message, trim=True).items() if key != "reasoning_content"}
 
 
 def probed(message: Message) -> tuple[Message, str]:
@@ -94,5 +109,7 @@ def _before(message: Message, space: str, body: str) -> str | None:
         if body.lstrip().startswith(answer.strip()):
             gap = answer[: len(answer) - len(answer.lstrip())]
             thought = str(content[: found.start()]).lstrip().removeprefix(OPEN).removeprefix(space)
-            return thought + CLOSE + ("" if body.startswith(gap) else gap) + body
+            # Templates keep all of the space before the answer, the end of it, or none.
+            lost = next(end for end in range(len(gap) + 1) if body.startswith(gap[end:]))
+            return thought + CLOSE + gap[:lost] + body
     return None

@@ -82,7 +82,7 @@ class ChatTemplate:
 
         self.tokenizer = tokenizer
         self._kwargs = dict(template_kwargs or {})
-        self._headers: dict[str, str] = {}
+        self._frames: dict[str, tuple[str, str]] = {}
         self._plain = type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
         source = getattr(tokenizer, "chat_template", None)
         if not source and self._plain:
@@ -113,21 +113,22 @@ class ChatTemplate:
 
         return self._try(apply, conversation.messages if messages is None else messages)
 
-    def answer_header(self, conversation: Conversation) -> str:
-        """What a server puts after a question to ask for the answer, with a conversation's settings.
+    def answer_frame(self, conversation: Conversation) -> tuple[str, str]:
+        """What a server puts after a question to ask for the answer, and the template after the answer's last word.
 
-        Returns:
-            Empty if there is no such thing, or if the template rejects a question alone.
+        Both with a conversation's settings, and empty if there is no such thing or the template rejects the question.
         """
         settings = json.dumps(self._settings(conversation), sort_keys=True, default=repr)
-        if settings not in self._headers:
-            question = replace(conversation, messages=_EXCHANGE.messages[:1], tools=None)
+        if settings not in self._frames:
+            exchange = replace(conversation, messages=_EXCHANGE.messages, tools=None)
             try:
-                asked, prompt = self.render(question), self.render(question, generation_prompt=True)
+                question = self.render(exchange, _EXCHANGE.messages[:1])
+                prompt = self.render(exchange, _EXCHANGE.messages[:1], generation_prompt=True)
+                closing = self.render(exchange).rpartition(_PROBE)[2]
             except BadRow:
-                asked, prompt = "", ""
-            self._headers[settings] = prompt[len(asked) :] if prompt.startswith(asked) else ""
-        return self._headers[settings]
+                question = prompt = closing = ""
+            self._frames[settings] = (prompt[len(question) :] if prompt.startswith(question) else "", closing)
+        return self._frames[settings]
 
     def render_marked(self, conversation: Conversation) -> tuple[str, list[Span]] | None:
         """The text of a conversation, and what the template marks as said by the assistant, in characters.
@@ -245,7 +246,8 @@ class ChatTemplate:
             answering = self._shown({"role": "assistant", "content": "x", key: _PROBE})
             if _PROBE in calling + answering:
                 lift = written in self._shown({"role": "assistant", "content": written})
-                return replace(self._form, reasoning_key=key, lift_reasoning=lift)
+                breaks = f"{OPEN}\n{_PROBE}\n{CLOSE}" in calling + answering
+                return replace(self._form, reasoning_key=key, lift_reasoning=lift, breaks_lines=breaks)
         return self._form
 
     def _shown(self, message: Message) -> str:

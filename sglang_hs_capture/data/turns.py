@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_hs_capture.data.media import first_text, last_text
-from sglang_hs_capture.data.reasoning import CLOSE, closes_reasoning, probed, reasons, with_reasoning, without_reasoning
+from sglang_hs_capture.data.reasoning import (
+    CLOSE,
+    closes_reasoning,
+    probed,
+    reasoning_tag,
+    reasons,
+    with_reasoning,
+    without_reasoning,
+)
 from sglang_hs_capture.data.records import BadRow, Conversation, Message
 from sglang_hs_capture.data.template import ChatTemplate
 from sglang_hs_capture.text import shown
@@ -91,7 +99,7 @@ def _find(template: ChatTemplate, conversation: Conversation, number: int, index
     before, message = conversation.messages[:index], conversation.messages[index]
     history = template.render(conversation, before) if before else ""
     prompt = template.render(conversation, before, generation_prompt=True) if before else ""
-    opening = prompt[len(history) :] if prompt.startswith(history) else ""
+    opening = _opening(template, conversation, history, prompt)
     if as_served and closes_reasoning(opening):
         message = without_reasoning(message)
     finished = template.render(conversation, [*before, message])
@@ -102,17 +110,33 @@ def _find(template: ChatTemplate, conversation: Conversation, number: int, index
         # The template ignores add_generation_prompt, has no header, or one that differs from a finished turn's.
         text, start = finished, _words_start(template, conversation, before, finished, len(history))
     else:
-        place = _turn_place(template, conversation, before, finished, opening or _end_of(prompt, before))
+        tag = reasoning_tag(opening)
+        bare = prompt.removesuffix(tag)
+        anchor = opening.removesuffix(tag) or _end_of(bare, before)
+        place = _turn_place(template, conversation, before, finished, anchor)
         if place is None or not as_served:
             raise BadRow(_REWRITTEN.format(index=index))
-        words = place if opening else _words_start(template, conversation, before, finished, place)
-        text, start = prompt + finished[place:], len(prompt) + words - place
+        if opening and finished.startswith(tag, place):
+            text, start = prompt + finished[place + len(tag) :], len(prompt)
+        else:
+            # A turn without the block that the prompt opens is taken as the template shows it.
+            words = _words_start(template, conversation, before, finished, place)
+            text, start = bare + finished[place:], len(bare) + words - place
     if as_served and reasons(message) and not _shows_reasoning(template, conversation, before, message):
         answer = text[len(prompt) :] if text.startswith(prompt) else None
         restored = with_reasoning(message, opening, answer, text[start:])
         if restored is not None:
             text, start = prompt + restored, len(prompt)
     return Turn(number, index, text, start)
+
+
+def _opening(template: ChatTemplate, conversation: Conversation, history: str, prompt: str) -> str:
+    """The header with which a prompt ends; empty if it has none."""
+    if prompt.startswith(history):
+        return prompt[len(history) :]
+    # The turn before it ends otherwise when it is the last one, so that both texts do not show where a header begins.
+    header, _ = template.answer_frame(conversation)
+    return header if prompt.endswith(header) else ""
 
 
 def _looks_like(

@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+from itertools import combinations
 
 import pytest
 from chat_templates import CHATML, QWEN3, assistant, call, make_tokenizer, masked, system, tool, user
@@ -272,6 +273,143 @@ def test_markers_are_not_followed_where_the_prompt_closes_the_reasoning_that_the
     record = Conversation("id", "f:1", record.messages, template_kwargs={"thinking": True})
     [sample] = SamplePreparer(tokenizer, Preparation({"thinking": False})).prepare(record)
     assert masked(tokenizer, sample) == ["hm</think>b<|im_end|>"]
+
+
+TURN_PIECES = {
+    "header": "{{- '<|im_start|>assistant\\n' }}",
+    "reasoning": "{%- if m.reasoning_content %}{{- '<think>' ~ m.reasoning_content ~ '</think>\\n' }}{% endif %}",
+    "content": "{{- m.content }}",
+    "calls": "{%- for call in m.tool_calls or [] %}{{- '<tool_call>' ~ call.function.name ~ '</tool_call>' }}"
+    "{% endfor %}",
+    "end": "{{- ' <|im_end|>' }}",
+}
+
+
+def template_with(marked):
+    """A template with these parts of a turn of the assistant marked, and what tools return if they are to be."""
+    turn = "".join(
+        f"{{% generation %}}{piece}{{% endgeneration %}}" if name in marked else piece
+        for name, piece in TURN_PIECES.items()
+    )
+    said = "{{- m.content }}"
+    result = f"{{% generation %}}{said}{{% endgeneration %}}" if "results" in marked else said
+    return (
+        f"{{%- for m in messages %}}{{%- if m.role == 'assistant' %}}{turn}{{%- else %}}"
+        f"{{{{- '<|im_start|>' ~ m.role ~ '\\n' }}}}{{%- if m.role == 'tool' %}}{result}{{%- else %}}{said}"
+        "{%- endif %}"
+        "{{- '<|im_end|>' }}{%- endif %}{{- '\\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+
+
+@pytest.mark.parametrize("split", [SplitTurns.AUTO, SplitTurns.NEVER])
+@pytest.mark.parametrize("count", range(len(TURN_PIECES) + 2))
+def test_markers_around_any_parts_of_a_turn_change_nothing_of_what_is_trained_on(count, split):
+    messages = [
+        user("a"),
+        assistant("", tool_calls=[LOOK], reasoning_content="hm"),
+        tool("functions.look:0", "4"),
+        assistant("b", reasoning_content="so"),
+        user("c"),
+        assistant("d"),
+        user("e"),
+    ]
+    wanted = [
+        "<think>hm</think>\n<tool_call>look</tool_call> <|im_end|>",
+        "<think>so</think>\nb <|im_end|>",
+        "d <|im_end|>",
+    ]
+    for marked in combinations([*TURN_PIECES, "results"], count):
+        tokenizer = make_tokenizer(template_with(marked), eos="<|im_end|>")
+        for loss_on in LossOn:
+            preparer = SamplePreparer(tokenizer, Preparation(split_turns=split, loss_on=loss_on))
+            [sample] = preparer.prepare(Conversation("id", "f:1", messages))
+            assert isinstance(sample, Sample), (marked, str(sample))
+            assert masked(tokenizer, sample) == (wanted if loss_on is LossOn.ALL else wanted[-1:]), marked
+
+
+def test_markers_are_not_followed_where_the_template_drops_what_the_prompt_opens():
+    said = "'<｜Assistant｜>' + m.content.split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}"
+    assert said in DEEPSEEK_R1
+    tokenizer = copy.copy(style_tokenizer("deepseek-r1"))
+    tokenizer.chat_template = DEEPSEEK_R1.replace(
+        said,
+        "'<｜Assistant｜>' }}{% generation %}{{ m.content.split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}"
+        "{% endgeneration %}",
+    )
+    samples = SamplePreparer(tokenizer).prepare(Conversation("id", "f:1", TALK))
+    assert shown("deepseek-r1", samples) == shown("deepseek-r1", prepare("deepseek-r1", TALK))
+
+
+MARKED_QWEN3 = QWEN3.replace(
+    "{{- message.content ~ '<|im_end|>\\n' }}\n{%- endfor %}",
+    "{%- if message.role in marked %}{% generation %}{{ message.content ~ '<|im_end|>' }}{% endgeneration %}"
+    "{%- else %}{{ message.content ~ '<|im_end|>' }}{% endif %}{% endfor %}",
+)
+
+
+def test_never_trains_on_the_last_turn_that_is_marked_though_it_was_rewritten():
+    tokenizer = make_tokenizer(MARKED_QWEN3)
+    preparation = Preparation({"marked": ["assistant"]}, SplitTurns.NEVER, LossOn.LAST)
+    messages = [user("a"), assistant("b", reasoning_content="hm" * 20), assistant("d"), user("e")]
+    [sample] = SamplePreparer(tokenizer, preparation).prepare(Conversation("id", "f:1", messages))
+    assert masked(tokenizer, sample) == ["d<|im_end|>"]
+
+
+def test_never_does_not_follow_markers_around_more_than_turns():
+    tokenizer = make_tokenizer(MARKED_QWEN3)
+    messages = [*TALK[:2], tool("x", "result"), *TALK[2:]]
+    preparation = Preparation({"marked": ["assistant", "tool"]}, SplitTurns.NEVER)
+    [problem] = SamplePreparer(tokenizer, preparation).prepare(Conversation("id", "f:1", messages))
+    assert isinstance(problem, InputProblem)
+    assert "differently" in problem.reason
+
+
+def test_a_turn_after_another_that_ends_otherwise_in_history_is_not_doubled():
+    template = (
+        "{%- for m in messages %}{{- '<|im_start|>' ~ m.role ~ '\\n' }}"
+        "{%- if m.reasoning_content %}{{- '<think>' ~ m.reasoning_content ~ '</think>' }}{% endif %}{{- m.content }}"
+        "{%- set open = m.role == 'assistant' and not (loop.last and not add_generation_prompt) %}"
+        "{{- '<|eot_id|>' if open else '<|im_end|>' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
+        "{{- '<think></think>' if thinking is false else '<think>' }}{% endif %}"
+    )
+    tokenizer = make_tokenizer(template)
+    record = Conversation("id", "f:1", [user("a"), assistant("b", reasoning_content="hm"), assistant("c")])
+    asked = "<|im_start|>user\na<|im_end|><|im_start|>assistant\n<think>"
+    samples = SamplePreparer(tokenizer).prepare(record)
+    assert [tokenizer.decode(sample.input_ids) for sample in samples] == [
+        f"{asked}hm</think>b<|im_end|>",
+        f"{asked}hm</think>b<|eot_id|><|im_start|>assistant\nc<|im_end|>",
+    ]
+    assert [masked(tokenizer, sample) for sample in samples] == [["hm</think>b<|im_end|>"], ["c<|im_end|>"]]
+    last = [user("a"), assistant("b"), assistant("c", reasoning_content="hm")]
+    [sample] = SamplePreparer(tokenizer, LAST).prepare(Conversation("id", "f:1", last))
+    assert masked(tokenizer, sample) == ["hm</think>c<|im_end|>"]
+
+
+def test_space_before_an_answer_is_not_doubled_where_a_template_keeps_a_part_of_it():
+    keeping = DEEPSEEK_R1.replace("m.content.split('</think>')[-1]", "m.content.split('</think>')[-1].lstrip('\\n')")
+    assert keeping != DEEPSEEK_R1
+    tokenizer = copy.copy(style_tokenizer("deepseek-r1"))
+    tokenizer.chat_template = keeping
+    for answer in ("\n\n    b", "\n\n", "", "  b"):
+        record = Conversation("id", "f:1", [user("a"), assistant(f"<think>\nhm\n</think>{answer}")])
+        [sample] = SamplePreparer(tokenizer).prepare(record)
+        assert masked(tokenizer, sample) == [f"hm\n</think>{answer}{EOS}"]
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_line_breaks_around_reasoning_written_out_are_not_doubled(thinking):
+    template = QWEN3.replace(
+        "{{ '<|im_start|>assistant\\n' }}",
+        "{{ '<|im_start|>assistant\\n' ~ ('<think>\\n\\n</think>\\n\\n' if thinking is false else '') }}",
+    )
+    assert template != QWEN3
+    tokenizer = make_tokenizer(template)
+    record = Conversation("id", "f:1", [user("a"), assistant("<think>\nhm\n</think>\n\nb")])
+    [sample] = SamplePreparer(tokenizer, Preparation({"thinking": thinking})).prepare(record)
+    assert masked(tokenizer, sample) == ["<think>\nhm\n</think>\n\nb<|im_end|>" if thinking else "b<|im_end|>"]
 
 
 def test_the_ids_of_turns_are_as_long_as_ids_may_be():
