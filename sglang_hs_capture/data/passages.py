@@ -41,7 +41,7 @@ class Passage:
 
 
 def find_passages(template: ChatTemplate, conversation: Conversation, preparation: Preparation) -> list[Passage]:
-    """The texts of a conversation's samples, in the order of their last turns; at least one.
+    """The texts of a conversation's samples, in the order of the messages that they end with; at least one.
 
     Raises:
         BadRow: the template rejects the conversation, leaves tool calls out, or rewrites earlier turns in a way that
