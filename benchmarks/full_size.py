@@ -51,15 +51,19 @@ class Layout:
         name: in the results.
         flags: SGLang's, with which it is served.
         attention_ranks: those that compute attention for requests of their own.
+        lists: whether SGLang returns hidden states; between pipeline stages it ends with an error (0.5.23).
     """
 
     name: str
     flags: tuple[str, ...]
     attention_ranks: int = 1
+    lists: bool = True
 
     def all_flags(self) -> list[str]:
         """SGLang's flags with the size of a chunk, which it divides among the ranks of DP attention."""
-        return [*self.flags, "--chunked-prefill-size", str(CHUNK * self.attention_ranks)]
+        chunk = ("--chunked-prefill-size", str(CHUNK * self.attention_ranks))
+        # By default SGLang sets memory aside for the undivided chunk, and would leave none for the weights.
+        return [*self.flags, *chunk, "--mem-fraction-static", "0.85"]
 
 
 def layouts(gpus: int) -> dict[str, Layout]:
@@ -74,7 +78,7 @@ def layouts(gpus: int) -> dict[str, Layout]:
     found = [
         Layout("tp", tp),
         Layout("dp-attention-ep", (*tp, "--dp-size", str(gpus), "--enable-dp-attention", "--ep-size", str(gpus)), gpus),
-        Layout("pp-tp", ("--pp-size", "2", *half)),
+        Layout("pp-tp", ("--pp-size", "2", *half), lists=False),
         Layout("dp-attention", (*tp, "--dp-size", str(gpus), "--enable-dp-attention"), gpus),
     ]
     return {layout.name: layout for layout in found}
@@ -134,13 +138,14 @@ def overhead_arguments(
     arguments: argparse.Namespace, layout: Layout, place: str, output: Path, model: Path
 ) -> argparse.Namespace:
     """The command line of ``benchmarks.capture_overhead`` for one layout and place."""
-    taken = ("results", "prompts", "length", "rounds", "sustained_rounds", "return_hidden_states_prompts", "ring_gib")
+    taken = ("results", "prompts", "length", "rounds", "sustained_rounds", "ring_gib")
     return argparse.Namespace(
         **{name: getattr(arguments, name) for name in (*taken, "cpu")},
         shape=f"kimi-k2.5, {arguments.num_layers} layers, {arguments.experts} experts, W4A16",
         label=f"{arguments.gpus}gpus-{layout.name}-{place}",
         output=output,
         model=model,
+        return_hidden_states_prompts=arguments.return_hidden_states_prompts if layout.lists else 0,
         skip_upstream=True,  # a start of the whole model takes minutes; off is the same class with nothing to capture
         sglang=[*layout.all_flags(), *arguments.sglang],
     )

@@ -191,11 +191,12 @@ async def _round(
     ) as session:
 
         async def send(body: bytes) -> None:
-            async with (
-                window,
-                session.post(url + "/generate", data=body, headers={"Content-Type": "application/json"}) as answer,
-            ):
-                content = await answer.read()
+            headers = {"Content-Type": "application/json"}
+            try:
+                async with window, session.post(url + "/generate", data=body, headers=headers) as answer:
+                    content = await answer.read()
+            except aiohttp.ClientError as error:
+                raise RuntimeError(f"{url}: {type(error).__name__}: {error}; see the server's log") from error
             if answer.status != 200:
                 raise RuntimeError(f"HTTP {answer.status}: {content[:500]!r}")
             if max_new_tokens:

@@ -42,7 +42,8 @@ def test_every_layout_is_measured_at_every_place_with_the_whole_shape(monkeypatc
 
     def measure_servers(arguments: argparse.Namespace, model: Path, label: str) -> Report:
         config = json.loads((model / "config.json").read_text())
-        served.append((label, arguments.output, arguments.sglang, arguments.skip_upstream))
+        lists = arguments.return_hidden_states_prompts
+        served.append((label, arguments.output, arguments.sglang, arguments.skip_upstream, lists))
         assert (config["num_hidden_layers"], config["n_routed_experts"]) == (61, 384)
         assert config["quantization_config"]["quant_method"] == "compressed-tensors"
         return report(label, 98.0)
@@ -54,9 +55,11 @@ def test_every_layout_is_measured_at_every_place_with_the_whole_shape(monkeypatc
     assert [label for label, *_ in served] == [
         f"8gpus-{name}-{place}" for name in ("tp", "dp-attention-ep", "pp-tp") for place in ("memory", "disk")
     ]
-    assert served[0][1:] == (memory, ["--tp-size", "8", "--chunked-prefill-size", "8192"], True)
+    flags = ["--tp-size", "8", "--chunked-prefill-size", "8192", "--mem-fraction-static", "0.85"]
+    assert served[0][1:] == (memory, flags, True, 2)
     # SGLang divides a chunk among the ranks of DP attention.
-    assert served[2][2][-2:] == ["--chunked-prefill-size", "65536"]
+    assert served[2][2][-4:-2] == ["--chunked-prefill-size", "65536"]
+    assert served[5][4] == 0
     assert served[5][2][:4] == ["--pp-size", "2", "--tp-size", "4"]
     row = summary["layouts"]["tp, memory"]
     assert (row["off"], row["on"], row["lists"], row["ring full"]) == (100.0, 99.0, None, 0.5)

@@ -121,6 +121,11 @@ def test_a_refused_request_is_an_error(server):
         run_round(server.url, PROMPTS, RIDS)
 
 
+def test_a_server_that_goes_away_is_an_error(server):
+    with pytest.raises(RuntimeError, match=r"http://127.0.0.1:1: .*; see the server's log"):
+        run_round("http://127.0.0.1:1", PROMPTS, RIDS)
+
+
 def test_a_round_with_capture_ends_with_the_last_acknowledgement(server, stages, tmp_path):
     def write(rid: str) -> None:
         for store in stages:
