@@ -87,6 +87,12 @@ def open_files(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
+def process_look(name: str, pid: int) -> Look:
+    """What one look at a process tells: its memory, its open files, and its CPU seconds so far."""
+    memory = {f"{name}, {kind} MiB": size for kind, size in process_memory(pid).items()}
+    return {**memory, f"{name}, open files": open_files(pid), f"{name}, CPU s": process_seconds(pid)}
+
+
 def child_of(parent: int, word: bytes) -> int:
     """The process among a process's children and theirs that has a word in its command line.
 
@@ -165,9 +171,7 @@ def watch(
         look |= {"seconds": time.monotonic() - started, "samples": acknowledged.samples}
         try:
             for name, pid in pids.items():
-                look |= {f"{name}, {kind} MiB": size for kind, size in process_memory(pid).items()}
-                look[f"{name}, open files"] = open_files(pid)
-                look[f"{name}, CPU s"] = process_seconds(pid)
+                look |= process_look(name, pid)
         except (OSError, KeyError):
             break  # the driver ends
         looks.append(look)
@@ -260,10 +264,7 @@ def soak_own_class(model: Path, prompts: Path, arguments: argparse.Namespace) ->
             ids = [row["id"] for row in batch]
             run_round(url, [row["input_ids"] for row in batch], ids, in_flight=arguments.max_in_flight)
             look = {"seconds": time.monotonic() - started, "samples": BATCH * len(looks) + len(batch)}
-            look |= {f"scheduler, {kind} MiB": size for kind, size in process_memory(scheduler).items()}
-            look["scheduler, open files"] = open_files(scheduler)
-            look["scheduler, CPU s"] = process_seconds(scheduler)
-            looks.append(look)
+            looks.append(look | process_look("scheduler", scheduler))
     return {"captured": 0, "sent": len(rows), "seconds": looks[-1]["seconds"]}, looks
 
 
