@@ -3,7 +3,8 @@
 All write the same bytes from the same page-aligned ring in host memory, in turn, several rounds, every other one in
 the opposite order:
 
-    store       ``StoreWriter`` with ``release``: a commit is begun each interval, all is acknowledged at the end
+    store       ``StoreWriter`` with ``release``: a commit is begun each interval, all is acknowledged at the end; with
+                each number of shards that may be written side by side
     raw         one file, one ``pwrite`` for each piece, ``fsync`` each interval and at the end
     torch.save  a file for each sample of 2048 tokens, each with an ``fsync``
 
@@ -31,7 +32,7 @@ import numpy as np
 from benchmarks.report import write_json
 from sglang_hs_capture.store.hashing import prefix_hashes
 from sglang_hs_capture.store.schema import DatasetInfo
-from sglang_hs_capture.store.writer import StoreWriter
+from sglang_hs_capture.store.writer import SPILL_SHARE, StoreWriter
 
 HIDDEN, COLUMNS = 7168, ("boundary:3", "boundary:31", "boundary:59", "final:pre_norm")
 INFO = DatasetInfo(
@@ -62,6 +63,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=2048, help="of a sample")
     parser.add_argument("--commit-interval", type=float, default=0.2, help="seconds")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--open-shards", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--no-torch-save", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     return parser.parse_args()
@@ -99,10 +101,18 @@ class Work:
         return self.ring[start : start + count * INFO.row_bytes]
 
 
-def write_store(directory: Path, work: Work, direct: bool) -> dict[str, float]:
+def write_store(directory: Path, work: Work, direct: bool, open_shards: int) -> dict[str, float]:
     """One round of ``StoreWriter``; seconds, and what the store's threads say of theirs."""
     store = StoreWriter.open(
-        directory, "dp0-pp0", INFO, session_id="s", shard_bytes=work.shard_bytes, min_free_bytes=0, direct=direct
+        directory,
+        "dp0-pp0",
+        INFO,
+        session_id="s",
+        shard_bytes=work.shard_bytes,
+        min_free_bytes=0,
+        direct=direct,
+        max_open_shards=open_shards,
+        spill_bytes=len(work.ring) // SPILL_SHARE,
     )
     free: queue.SimpleQueue[int] = queue.SimpleQueue()
     for slot in range(work.slots):
@@ -200,7 +210,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
         if mode == "direct" and not takes_direct_writes(arguments.directory):
             print(f"{arguments.directory}: no direct writes here")
             continue
-        kinds[f"store, {mode}"] = partial(write_store, direct=mode == "direct")
+        for count in arguments.open_shards:
+            name = f"store, {mode}, {count} open"
+            kinds[name] = partial(write_store, direct=mode == "direct", open_shards=count)
         kinds[f"raw, {mode}"] = partial(write_raw, direct=mode == "direct")
     if not arguments.no_torch_save:
         kinds["torch.save"] = write_torch
@@ -225,8 +237,9 @@ def summarise(rounds: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, 
     for kind, found in rounds.items():
         rates = [one["GB/s"] for one in found]
         summary[kind] = {"median": statistics.median(rates), "least": min(rates), "most": max(rates)}
-        raw = rounds.get(kind.replace("store", "raw"), found)
-        if raw is not found:
+        mode = kind.removeprefix("store, ").partition(",")[0]
+        raw = rounds.get(f"raw, {mode}") if kind.startswith("store, ") else None
+        if raw is not None:
             shares = [one["GB/s"] / other["GB/s"] for one, other in zip(found, raw, strict=True)]
             summary[kind] |= {"of raw": statistics.median(shares)}
     return summary

@@ -30,6 +30,7 @@ class CaptureConfig(BaseModel):
         rid_prefix: only requests whose id starts with this are captured.
         ring_bytes: host memory for rows on their way to disk.
         shard_bytes: a shard is finished when it reaches this size.
+        max_open_shards: shards that are written side by side at most; the next is begun when the others do not keep up.
         min_free_bytes: capture stops when the file system has less room than this.
         commit_interval_s: rows are made durable, and samples acknowledged, at least this often.
         replica: added to the data-parallel rank in the writer's name; servers that capture into one dataset at the same
@@ -46,6 +47,7 @@ class CaptureConfig(BaseModel):
     rid_prefix: Annotated[str, Field(min_length=1)] = DEFAULT_RID_PREFIX
     ring_bytes: Annotated[int, Field(ge=2**20)] = 4 * GIB
     shard_bytes: Annotated[int, Field(ge=2**16)] = 4 * GIB
+    max_open_shards: Annotated[int, Field(ge=1, le=64)] = 4
     min_free_bytes: Annotated[int, Field(ge=0)] = 2 * GIB
     commit_interval_s: Annotated[float, Field(gt=0, le=60)] = 0.2
     replica: Annotated[int, Field(ge=0, le=9999)] = 0

@@ -82,10 +82,15 @@ class Appender:
     settled in order, and released just before. All methods are for any thread.
 
     Attributes:
-        shards: the open shards by number; whoever finishes one takes it out.
+        backlog: bytes of states put and not settled.
     """
 
-    def __init__(self, directory: Path, health: DiskHealth, *, direct: bool) -> None:
+    def __init__(self, directory: Path, health: DiskHealth, shards: dict[int, PartialShard], *, direct: bool) -> None:
+        """Start the threads.
+
+        Args:
+            shards: where the shards that are opened go, by number; whoever finishes one takes it out.
+        """
         self._directory = directory
         self._health = health
         self._direct = direct
@@ -99,7 +104,8 @@ class Appender:
         self._last = 0
         self._settled = 0
         self._stopping = False
-        self.shards: dict[int, PartialShard] = {}
+        self._shards = shards
+        self.backlog = 0
         self._threads = [
             threading.Thread(target=target, name=f"hs-capture-{name}", daemon=True)
             for name, target in (("store-write", self._write_all), ("store-hash", self._hash_all))
@@ -123,6 +129,7 @@ class Appender:
             for piece in pieces:
                 self._last += 1
                 piece.number = self._last
+                self.backlog += piece.states.nbytes
             self._to_write.extend(pieces)
             self._to_hash.extend(pieces)
             self._writable.notify()
@@ -134,16 +141,13 @@ class Appender:
             self._changed.wait_for(lambda: self._settled >= number)
 
     def stop(self) -> None:
-        """End the threads once all pieces are settled, and close the shards as they are."""
+        """End the threads once all pieces are settled."""
         with self._changed:
             self._stopping = True
             self._writable.notify()
             self._hashable.notify()
         for thread in self._threads:
             thread.join()
-        for shard in self.shards.values():
-            shard.close()
-        self.shards.clear()
 
     @property
     def _ending(self) -> bool:
@@ -183,16 +187,16 @@ class Appender:
         number = batch[0].run.shard
         try:
             if self._health.full is None and self._health.failed is None:
-                self._append(self.shards.get(number) or self._open(batch[0].run.layout), batch)
+                self._append(self._shards.get(number) or self._open(batch[0].run.layout), batch)
         finally:
-            shard = self.shards.get(number)
+            shard = self._shards.get(number)
             for piece in batch:
                 piece.written = shard is not None and piece.end <= shard.rows
 
     def _open(self, layout: ShardLayout) -> PartialShard:
         path = ShardPaths.of(self._directory, layout.writer, layout.record.shard).partial
         with self._health.step(path, "create", "write", lasting=False):
-            shard = self.shards[layout.record.shard] = PartialShard(self._directory, layout, direct=self._direct)
+            shard = self._shards[layout.record.shard] = PartialShard(self._directory, layout, direct=self._direct)
         return shard
 
     def _append(self, shard: PartialShard, batch: list[Piece]) -> None:
@@ -208,7 +212,7 @@ class Appender:
             if piece.written:
                 piece.run.count, piece.run.xxh3 = piece.end - piece.run.start, piece.xxh3
                 piece.run.scales_xxh3 = piece.scales_xxh3
-            piece.states = memoryview(b"")
+            size, piece.states = piece.states.nbytes, memoryview(b"")
             try:
                 if piece.release is not None:
                     piece.release()
@@ -216,6 +220,7 @@ class Appender:
                 self._health.fail(error)
             with self._changed:
                 self._settled = piece.number
+                self.backlog -= size
                 self._changed.notify_all()
 
     def _hash_all(self) -> None:

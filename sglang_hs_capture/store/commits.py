@@ -11,10 +11,11 @@ from pathlib import Path
 
 from sglang_hs_capture.errors import StoreError
 from sglang_hs_capture.store import fs
-from sglang_hs_capture.store.appender import Appender, Run
+from sglang_hs_capture.store.appender import Run
 from sglang_hs_capture.store.disk import DiskHealth
 from sglang_hs_capture.store.identity import SHARD_FOLDER
 from sglang_hs_capture.store.journal import JournalFile
+from sglang_hs_capture.store.lanes import Lanes, Marks
 from sglang_hs_capture.store.recovery import finished_record
 from sglang_hs_capture.store.schema import FailureRecord, SampleRecord
 from sglang_hs_capture.store.shard import PartialShard, finish
@@ -26,14 +27,14 @@ class Request:
 
     Attributes:
         number: counts the commits, from 1.
-        upto: the last piece that it covers.
+        upto: the last piece of each lane that it covers.
         runs: the rows, in the order appended.
         records: samples and failures, in the order added.
         full: shards to be finished afterwards: no more rows come.
     """
 
     number: int
-    upto: int = 0
+    upto: Marks = ()
     runs: list[Run] = field(default_factory=list)
     records: list[SampleRecord | FailureRecord] = field(default_factory=list)
     full: list[int] = field(default_factory=list)
@@ -45,10 +46,23 @@ class Commits:
     The journal is this thread's alone. All methods are for any thread.
     """
 
-    def __init__(self, directory: Path, health: DiskHealth, appender: Appender, journal: JournalFile) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        health: DiskHealth,
+        lanes: Lanes,
+        shards: dict[int, PartialShard],
+        journal: JournalFile,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            shards: those that the lanes have opened; a finished one is taken out.
+        """
         self._directory = directory
         self._health = health
-        self._appender = appender
+        self._lanes = lanes
+        self._shards = shards
         self._journal = journal
         self._changed = health.changed
         self._asked = health.condition()
@@ -72,7 +86,7 @@ class Commits:
         with self._changed:
             request = self._waiting or Request(self._begun + 1)
             self._waiting = request
-            request.upto = self._appender.last
+            request.upto = self._lanes.marks()
             request.runs += runs
             request.records += records
             request.full += full
@@ -100,7 +114,7 @@ class Commits:
     def _commit_all(self) -> None:
         while (request := self._next()) is not None:
             try:
-                self._appender.wait(request.upto)
+                self._lanes.wait(request.upto)
                 self._commit(request)
                 self._finish_full(request.full)
             except BaseException as error:
@@ -137,7 +151,7 @@ class Commits:
 
     def _sync(self, numbers: dict[int, None]) -> None:
         """Make the rows of some shards durable, and the shards' names."""
-        shards = [self._appender.shards[number] for number in numbers]
+        shards = [self._shards[number] for number in numbers]
         for shard in shards:
             with self._health.step(shard.paths.partial, "make rows durable", "sync", lasting=True):
                 shard.sync_states()
@@ -161,7 +175,7 @@ class Commits:
         """Finish shards whose rows are all durable, or remove those that have none."""
         failure: StoreError | None = None
         for number in numbers:
-            shard = self._appender.shards.pop(number, None)
+            shard = self._shards.pop(number, None)
             if shard is not None:
                 shard.close()
                 try:

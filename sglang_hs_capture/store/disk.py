@@ -49,7 +49,7 @@ class DiskHealth:
 
     @contextmanager
     def step(self, path: Path, action: str, work: Work, *, lasting: bool) -> Iterator[None]:
-        """Time a step on ``path`` as one of its kind of work, whose steps are all one thread's; name its failure.
+        """Time a step on ``path`` as one of its kind of work, and name its failure.
 
         Raises:
             DiskFullError, StoreError: the step failed, which is remembered, or is not begun after a final failure.
@@ -63,10 +63,11 @@ class DiskHealth:
             self.fail(error, final=lasting or not isinstance(error, DiskFullError))
             raise
         finally:
-            self._seconds[work] += time.perf_counter() - begin
+            with self._lock:
+                self._seconds[work] += time.perf_counter() - begin
 
     def seconds(self, work: Work) -> float:
-        """Seconds spent in all steps of a kind of work."""
+        """Seconds spent in all steps of a kind of work, those of several threads added up."""
         return self._seconds[work]
 
     @contextmanager

@@ -2,11 +2,13 @@
 
 The order that makes this so: states, then tokens, then journal lines, each made durable before the next is begun. A
 record in the journal therefore names only what was durable before it. The work is done in threads of the store's own,
-``appender.py`` and ``commits.py``, whose system calls, checksums and waits all let go of the GIL.
+those of ``commits.py`` and, for each of the ``lanes.py``, of ``appender.py``. Their system calls, checksums and waits
+all let go of the GIL.
 """
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from sglang_hs_capture.store.commits import Commits
 from sglang_hs_capture.store.disk import DiskHealth
 from sglang_hs_capture.store.identity import check_or_write_info
 from sglang_hs_capture.store.journal import JournalFile
+from sglang_hs_capture.store.lanes import Lane, Lanes
 from sglang_hs_capture.store.lock import FileLock
 from sglang_hs_capture.store.recovery import lock_path, recover
 from sglang_hs_capture.store.replay import journal_path
@@ -33,10 +36,13 @@ from sglang_hs_capture.store.schema import (
     merge_extents,
 )
 from sglang_hs_capture.store.session import utc_now
-from sglang_hs_capture.store.shard import ShardLayout, pack_tokens
+from sglang_hs_capture.store.shard import PartialShard, ShardLayout, pack_tokens
 
 # Whether states are written past the page cache where nobody says: benchmarks/store.py compares both ways.
 DIRECT = True
+# How much may wait for a shard before another is begun beside it: of a ring from which rows are written, this part.
+SPILL_SHARE = 8
+SPILL_BYTES = 512 << 20
 
 
 class StoreWriter:
@@ -71,6 +77,8 @@ class StoreWriter:
         journal: JournalFile,
         next_shard: int,
         direct: bool,
+        max_open_shards: int,
+        spill_bytes: int,
     ) -> None:
         """Not for use from outside: see ``open``."""
         self.directory = directory
@@ -84,15 +92,16 @@ class StoreWriter:
         self._lock = lock
         self._journal = journal
         self._next_shard = next_shard
-        self._layout: ShardLayout | None = None
         self._shard_rows: dict[int, int] = {}
         self._runs: list[Run] = []
         self._full: list[int] = []
         self._pending: list[SampleRecord | FailureRecord] = []
         self._closed = False
         self._rows = 0
-        self._appender = Appender(directory, disk, direct=direct)
-        self._commits = Commits(directory, disk, self._appender, journal)
+        self._shards: dict[int, PartialShard] = {}
+        make = partial(Appender, directory, disk, self._shards, direct=direct)
+        self._lanes = Lanes(make, most=max_open_shards, spill_bytes=spill_bytes)
+        self._commits = Commits(directory, disk, self._lanes, self._shards, journal)
         # The threads of a store that is dropped without ``close`` end; its files stay as they are.
         gone = StoreError(f"{directory}: the store was dropped without being closed")
         self._dropped = weakref.finalize(self, disk.fail, gone)
@@ -111,6 +120,8 @@ class StoreWriter:
         columns: Sequence[str] | None = None,
         lock_timeout_s: float = 10.0,
         direct: bool | None = None,
+        max_open_shards: int = 1,
+        spill_bytes: int = SPILL_BYTES,
     ) -> "StoreWriter":
         """Create a dataset, or go on with one after recovering what an earlier process left.
 
@@ -125,6 +136,8 @@ class StoreWriter:
             lock_timeout_s: how long to wait for an earlier process of the same name to end.
             direct: write states past the page cache (O_DIRECT), or not; by default as ``DIRECT`` says. Where the file
                 system has no such thing, or a row is no multiple of 4096 bytes, they go through the cache in any case.
+            max_open_shards: shards that are written side by side at most, each by threads of its own.
+            spill_bytes: another shard is begun when more than this waits for each of those that are being written.
 
         Raises:
             DatasetLockedError: another process writes under this name.
@@ -164,6 +177,8 @@ class StoreWriter:
                 journal=journal,
                 next_shard=next_shard,
                 direct=DIRECT if direct is None else direct,
+                max_open_shards=max_open_shards,
+                spill_bytes=spill_bytes,
             )
         except BaseException:
             if journal is not None:
@@ -216,8 +231,8 @@ class StoreWriter:
             positions: int64 [n].
             prefix_hash: uint64 [n], the chained token hash at each row.
             release: called once when the rows are no longer needed, written or not, from a thread of the store's, in
-                the order of the calls of ``append``; at once where there are no rows. It must be quick, and not call
-                the store. When ``append`` itself raises, it is not called.
+                any order; at once where there are no rows. It must be quick, and not call the store. When ``append``
+                itself raises, it is not called.
             scales: float32 [n, C], what each state of each row is to be multiplied by; for a dataset in float8, and no
                 other.
 
@@ -234,10 +249,11 @@ class StoreWriter:
         if len(view) != len(tokens) * self.row_bytes:
             raise ValueError(f"rows: expected {len(tokens)} of {self.row_bytes} bytes; got {len(view)} bytes")
         self._require_open()
-        pieces = self._plan(view, tokens)
+        lane = self._lanes.pick()
+        pieces = self._plan(lane, view, tokens)
         if pieces:
             pieces[-1].release = release
-        self._appender.put(pieces)
+        lane.appender.put(pieces)
         if release is not None and not pieces:
             release()
         self._rows += len(tokens)
@@ -245,7 +261,7 @@ class StoreWriter:
             self._begin()
         if release is None and pieces:
             with self._disk.waiting():
-                self._appender.wait(pieces[-1].number)
+                lane.appender.wait(pieces[-1].number)
             if not all(piece.written for piece in pieces):
                 self._disk.refuse_rows()
         return [Extent(piece.run.shard, piece.end - len(piece.tokens), len(piece.tokens)) for piece in pieces]
@@ -343,13 +359,15 @@ class StoreWriter:
             return []
         self._closed = True
         try:
-            if self._layout is not None:
-                self._full.append(self._layout.record.shard)
+            self._full += [lane.layout.record.shard for lane in self._lanes if lane.layout is not None]
             with self._disk.waiting():
                 self._commits.wait(self._begin())
         finally:
             self._commits.stop()
-            self._appender.stop()
+            self._lanes.stop()
+            for shard in self._shards.values():
+                shard.close()
+            self._shards.clear()
             self._dropped.detach()
             self._journal.close()
             self._lock.release()
@@ -369,16 +387,18 @@ class StoreWriter:
     def _begin(self) -> int:
         """Begin a commit of all that was put and added; its number."""
         runs, self._runs = self._runs, []
+        for lane in self._lanes:
+            lane.run = None
         pending, self._pending = self._pending, []
         full, self._full = self._full, []
         return self._commits.begin(runs, pending, full)
 
-    def _plan(self, view: memoryview, tokens: NDArray[np.void]) -> list[Piece]:
-        """Distribute rows among shards."""
+    def _plan(self, lane: Lane, view: memoryview, tokens: NDArray[np.void]) -> list[Piece]:
+        """Distribute rows among a lane's shards: the one that it is filling, and the next ones where that is full."""
         pieces = []
         start = 0
         while start < len(tokens):
-            run = self._run_with_room()
+            run = self._run_with_room(lane)
             begin = self._shard_rows[run.shard]
             count = min(len(tokens) - start, self._max_rows - begin)
             self._shard_rows[run.shard] = begin + count
@@ -387,15 +407,16 @@ class StoreWriter:
             start += count
         return pieces
 
-    def _run_with_room(self) -> Run:
+    def _run_with_room(self, lane: Lane) -> Run:
         """The rows since the last commit in the shard being filled, or in the next shard where that one is full."""
-        if self._layout is not None and self._shard_rows[self._layout.record.shard] >= self._max_rows:
-            self._full.append(self._layout.record.shard)
-            self._layout = None
-        if self._layout is None:
-            self._layout = ShardLayout.plan(self.info, self.writer, self._next_shard, self.columns, self._max_rows)
+        if lane.layout is not None and self._shard_rows[lane.layout.record.shard] >= self._max_rows:
+            self._full.append(lane.layout.record.shard)
+            lane.layout = lane.run = None
+        if lane.layout is None:
+            lane.layout = ShardLayout.plan(self.info, self.writer, self._next_shard, self.columns, self._max_rows)
             self._shard_rows[self._next_shard] = 0
             self._next_shard += 1
-        if not self._runs or self._runs[-1].layout is not self._layout:
-            self._runs.append(Run(self._layout, self._shard_rows[self._layout.record.shard]))
-        return self._runs[-1]
+        if lane.run is None:
+            lane.run = Run(lane.layout, self._shard_rows[lane.layout.record.shard])
+            self._runs.append(lane.run)
+        return lane.run

@@ -20,7 +20,7 @@ from sglang_hs_capture.config import CaptureConfig
 from sglang_hs_capture.staging.ring import Consumer, Lease, RingMemory
 from sglang_hs_capture.store.schema import DatasetInfo
 from sglang_hs_capture.store.session import Counters, SessionRecord
-from sglang_hs_capture.store.writer import StoreWriter
+from sglang_hs_capture.store.writer import SPILL_SHARE, StoreWriter
 from sglang_hs_capture.writing.committer import Committer
 from sglang_hs_capture.writing.final_norm import store_final_norm
 from sglang_hs_capture.writing.messages import (
@@ -73,6 +73,8 @@ class WritingProcess:
             shard_bytes=config.shard_bytes,
             min_free_bytes=config.min_free_bytes,
             columns=setup.columns,
+            max_open_shards=config.max_open_shards,
+            spill_bytes=memory.capacity // SPILL_SHARE,
         )
         self._committer = Committer(
             self._store,

@@ -141,11 +141,12 @@ class FullAfter(GatedOS):
     def pwritev(self, fd: int, views: list[memoryview], offset: int) -> int:
         self.reached.set()
         assert self.gate.wait(60)
-        if not self.room:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written = os.pwrite(fd, b"".join(views)[: self.room], offset)
-        self.room -= written
-        return written
+        with self._lock:
+            if not self.room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            written = os.pwrite(fd, b"".join(views)[: self.room], offset)
+            self.room -= written
+            return written
 
 
 class ShortWrites(FaultyOS):

@@ -1,5 +1,6 @@
 """A store of tiny rows whose every byte can be computed, for tests of whatever reads or writes one."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,3 +96,11 @@ def put_sample(store: StoreWriter, rid: str, tokens: list[int], media: Media | N
     extents, end_hash = append_tokens(store, tokens)
     store.add_sample(rid, len(tokens), extents, end_hash, media)
     return extents
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for a thread."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)

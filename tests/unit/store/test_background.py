@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import xxhash
 from faulty_disk import FailAt, FaultyOS, FullAfter, GatedOS, disk
-from toy_store import append_tokens, make_info, open_store, put_sample, queue_sample, states_of
+from toy_store import append_tokens, make_info, open_store, put_sample, queue_sample, states_of, until
 
 from sglang_hs_capture import HiddenStateDataset
 from sglang_hs_capture.errors import DiskFullError, StoreError
@@ -38,14 +38,6 @@ class Releases:
             self.threads.add(threading.current_thread().name)
 
         return release
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Wait for a thread."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def samples(directory: Path) -> list[str]:
@@ -465,7 +457,7 @@ def is_direct(fd: int) -> bool:
 def test_a_file_system_without_direct_writes_is_written_through_the_cache(tmp_path: Path, late: bool) -> None:
     with disk(NoDirectOS(late)) as plain:
         store, content = store_pages(tmp_path, 0, True)
-        assert not store._appender.shards[0].direct
+        assert not store._shards[0].direct
         check_pages(tmp_path, store, content)
     assert plain.refused == 1
 
@@ -479,7 +471,7 @@ def test_only_shards_whose_rows_are_whole_pages_are_written_directly(tmp_path: P
         pytest.skip("the file system of temporary files has no direct writes")
     store = open_store(tmp_path / "data", info=make_info(**{**PAGE_INFO, "hidden_size": hidden}), direct=True)
     append_tokens(store, [1, 2])
-    assert store._appender.shards[0].direct is direct
+    assert store._shards[0].direct is direct
     store.close()
 
 

@@ -73,9 +73,9 @@ def capture(directory: Path, report: Callable[[list[str]], object], dtype: str =
     acknowledged(store.close())
 
 
-def capture_flowing(directory: Path, report: Callable[[list[str]], object]) -> None:
+def capture_flowing(directory: Path, report: Callable[[list[str]], object], **changes: int) -> None:
     """A session in which nothing is waited for: shards are filled while those before are committed and finished."""
-    store = open_store(directory)
+    store = open_store(directory, **changes)
     for number in range(FLOWING):
         queue_sample(store, f"flowing {number}", PROMPTS[f"flowing {number}"], lambda: None)
         if number % 2:
@@ -83,6 +83,11 @@ def capture_flowing(directory: Path, report: Callable[[list[str]], object]) -> N
         report([record.rid for record in store.acknowledged()])
         time.sleep(0.002)
     report([record.rid for record in store.close()])
+
+
+def capture_side_by_side(directory: Path, report: Callable[[list[str]], object]) -> None:
+    """The same, with the next shard begun as soon as anything waits for the one before, three at most at a time."""
+    capture_flowing(directory, report, max_open_shards=3, spill_bytes=0)
 
 
 def read_all(directory: Path) -> set[str]:
@@ -172,15 +177,18 @@ def test_killed_at_every_step(directory: Path, torn: bool, dtype: str) -> None:
     assert step > 100
 
 
+@pytest.mark.parametrize("work", [capture_flowing, capture_side_by_side])
 @pytest.mark.parametrize("torn", [False, True], ids=["between writes", "in a write"])
-def test_killed_at_every_step_with_several_shards_in_flight(directory: Path, torn: bool) -> None:
+def test_killed_at_every_step_with_several_shards_in_flight(
+    directory: Path, torn: bool, work: Callable[[Path, Callable[[list[str]], object]], None]
+) -> None:
     """The disk is slow to make things durable, so that shards are filled faster than they are finished."""
     step = 0
     killed = True
     in_flight, durable = set(), set()
     while killed:
         target = directory / str(step) / "data"
-        killed, acknowledged = run_killed(lambda report, d=target: capture_flowing(d, report), step, torn, 0.003)
+        killed, acknowledged = run_killed(lambda report, d=target: work(d, report), step, torn, 0.003)
         if (target / "journal-dp0-pp0.jsonl").exists():
             partial = {int(path.stem[-6:]) for path in target.glob("shards/*.partial")}
             known = {n for n, state in replay_journal(target, "dp0-pp0").shards.items() if state.rows}
@@ -263,7 +271,11 @@ def capture_float8(directory: Path, report: Callable[[list[str]], object]) -> No
 
 @pytest.mark.parametrize(
     ("work", "seed"),
-    [*product([capture, capture_flowing], [None, 1, 2, 3]), (capture_float8, None), (capture_float8, 4)],
+    [
+        *product([capture, capture_flowing, capture_side_by_side], [None, 1, 2, 3]),
+        (capture_float8, None),
+        (capture_float8, 4),
+    ],
 )
 def test_power_loss_at_every_step(
     directory: Path, seed: int | None, work: Callable[[Path, Callable[[list[str]], object]], None]
