@@ -6,6 +6,10 @@ nothing but the capture. A round with capture has two rates: until the last answ
 acknowledged. A ring that takes in a whole round makes the first one look good whatever the disk can do, so a last,
 longer phase, off and on, keeps the same number of prompts in flight without a break ("sustained").
 
+SGLang's ``return_hidden_states`` returns the last layer's state, one for each token. With ``--own-boundaries`` its own
+class is served so that it returns the states at these boundaries in its place, as a drafter's training needs them
+(``--enable-return-aux-hidden-states``), and these rounds are the baseline as well.
+
 A server of several GPUs (``-- --tp-size 2``, or ``--pp-size``, or DP attention) is measured in the same way: a prompt
 is acknowledged when every stage of a pipeline has it on disk, and the ring's figure is that of the writer that waited
 most.
@@ -36,6 +40,7 @@ from benchmarks.load import (
     host_memory,
     machine,
     random_prompts,
+    returned_elements,
     run_round,
     served,
     server_flags,
@@ -62,6 +67,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=2048, help="tokens a prompt")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each kind")
     parser.add_argument("--return-hidden-states-prompts", type=int, default=2, help="0 leaves this baseline out")
+    parser.add_argument(
+        "--own-boundaries", type=int, nargs="+", default=[], help="SGLang's own class returns the states at these"
+    )
     parser.add_argument("--sustained-rounds", type=int, default=4, help="rounds back to back; 0 leaves this phase out")
     parser.add_argument(
         "--skip-upstream", action="store_true", help="do not serve SGLang's own class: no memory figure"
@@ -86,6 +94,7 @@ class Measured:
             None without any.
         host_bytes: of host memory of the server that captures, at the end; with the ring, without the files.
         server: what it says of its own memory.
+        list_elements: numbers that ``return_hidden_states`` gave for each token; None where it was not measured.
     """
 
     timings: dict[str, list[Timing]] = field(default_factory=dict)
@@ -95,6 +104,7 @@ class Measured:
     blocked_share: float | None = None
     host_bytes: int | None = None
     server: dict[str, Any] = field(default_factory=dict)
+    list_elements: int | None = None
 
 
 class Load:
@@ -102,6 +112,7 @@ class Load:
 
     def __init__(self, url: str, arguments: argparse.Namespace, vocab_size: int) -> None:
         self._url, self._arguments, self._vocab_size = url, arguments, vocab_size
+        self._elements = 0
 
     def round(self, kind: str, number: int, times: int = 1) -> Timing:
         """Send one round, or several back to back; ``off`` and ``on`` of the same ``number`` have the same prompts."""
@@ -116,12 +127,22 @@ class Load:
             [f"{prefix}{kind}-{number}-{times}-{i}" for i in range(count)],
             in_flight=in_flight,
             dataset=a.output if kind == ON else None,
-            **({"return_hidden_states": True} if kind == LISTS else {}),
+            **(self._lists_fields() if kind == LISTS else {}),
         )
         remove_finished(a.output)
         acknowledged = f", {timing.acknowledged_rate:10.0f} to the last acknowledgement" if kind == ON else ""
         print(f"{kind:>20} {number:3}: {timing.rate:10.0f} tokens/s{acknowledged}", flush=True)
         return timing
+
+    def list_elements(self) -> int:
+        """Ask how many numbers ``return_hidden_states`` gives for each token, for the rounds of it."""
+        self._elements = returned_elements(self._url, self._vocab_size)
+        return self._elements
+
+    def _lists_fields(self) -> dict[str, Any]:
+        # One token is generated, since without any SGLang returns no states. A number has a digit and a comma at least.
+        least = 2 * self._elements * self._arguments.length
+        return {"return_hidden_states": True, "max_new_tokens": 1, "least_bytes": least}
 
     def host_memory(self) -> int | None:
         """Bytes of host memory of the server that captures; None without one."""
@@ -145,6 +166,8 @@ def measure(load: Load, url: str, kinds: Sequence[str], arguments: argparse.Name
     for kind in kinds:
         if kind != LISTS:
             load.round(kind, -1)  # the first prefill compiles kernels
+        else:
+            found.list_elements = load.list_elements()
     found.warm_bytes, blocked = device_memory(), load.blocked()
     for number in range(arguments.rounds):
         shift = number % len(kinds)
@@ -174,6 +197,12 @@ def build_report(arguments: argparse.Namespace, label: str, plugin: Measured, up
         "on / off, by answers": [b.rate / a.rate for a, b in zip(off, on, strict=True)],
         "on / off, by acknowledgement": [b.acknowledged_rate / a.rate for a, b in zip(off, on, strict=True)],
     }
+    if upstream is not None and arguments.own_boundaries:
+        name = f"`return_hidden_states`, boundaries {', '.join(map(str, arguments.own_boundaries))}"
+        series[name] = [t.rate for t in upstream.timings[LISTS]]
+        ratios[f"on, by acknowledgement / {name}"] = [
+            a.acknowledged_rate / b.rate for a, b in zip(on, upstream.timings[LISTS], strict=True)
+        ]
     if upstream is not None:
         own = statistics.median(series["SGLang's own class"])
         ratios["off / SGLang's own class"] = [t.rate / own for t in off]
@@ -241,6 +270,16 @@ def check_room(arguments: argparse.Namespace, hidden_size: int) -> None:
         )
 
 
+def own_boundaries_flags(boundaries: Sequence[int]) -> list[str]:
+    """Flags with which SGLang 0.5.23 returns the states at some boundaries in place of the last layer's.
+
+    The speculative algorithm names how layers are counted, and nothing else: no draft model is loaded.
+    """
+    ids = [str(boundary) for boundary in boundaries]
+    convention = ["--speculative-algorithm", "EAGLE3", "--return-aux-hidden-state-layer-ids", *ids]
+    return ["--enable-return-aux-hidden-states", *convention]
+
+
 def measure_servers(arguments: argparse.Namespace, model: Path, label: str) -> Report:
     """Serve the model as the arguments say, and measure.
 
@@ -265,6 +304,8 @@ def measure_servers(arguments: argparse.Namespace, model: Path, label: str) -> R
             flags += ["--load-format", "dummy", "--disable-decode-cuda-graph", "--enable-return-hidden-states"]
             # A KV cache of the same size on both, and no larger than what is in flight.
             flags += ["--max-total-tokens", str(arguments.prompts * (arguments.length + 64)), *arguments.sglang]
+            if name == "upstream" and arguments.own_boundaries:
+                flags += own_boundaries_flags(arguments.own_boundaries)
             with served(model, log, flags, environment) as url:
                 served_kinds = kinds if name == "plugin" else tuple(kind for kind in kinds if kind != ON)
                 found[name] = measure(Load(url, arguments, config["vocab_size"]), url, served_kinds, arguments)

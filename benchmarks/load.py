@@ -15,7 +15,7 @@ import sys
 import time
 import urllib.request
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -148,6 +148,7 @@ def run_round(
     max_new_tokens: int = 0,
     in_flight: int | None = None,
     dataset: Path | None = None,
+    least_bytes: int = 0,
     **fields: Any,
 ) -> Timing:
     """Send prompts, time the answers, and with ``dataset`` also wait until all are acknowledged there.
@@ -159,31 +160,42 @@ def run_round(
         max_new_tokens: tokens to generate for each prompt, whatever they are.
         in_flight: most prompts sent and not yet answered; all at once by default.
         dataset: the directory to which the server captures; with a pipeline every stage has to acknowledge.
+        least_bytes: an answer is at least so long; such answers are not parsed, which would take longer than to send
+            them.
         fields: further fields of each request.
 
     Raises:
-        RuntimeError: a request or a capture failed, or an answer has another length than ``max_new_tokens``.
+        RuntimeError: a request or a capture failed, or an answer has another length than ``max_new_tokens`` or
+            ``least_bytes`` say.
     """
-    return asyncio.run(_round(url, prompts, rids, max_new_tokens, in_flight or len(prompts), dataset, fields))
-
-
-async def _round(
-    url: str,
-    prompts: list[list[int]],
-    rids: list[str],
-    max_new_tokens: int,
-    in_flight: int,
-    dataset: Path | None,
-    fields: dict[str, Any],
-) -> Timing:
-    watch = JournalWatch(dataset) if dataset is not None else None
-    if watch is not None:
-        watch.poll()
     sampling = {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True}
     bodies = [
         json.dumps({"rid": rid, "input_ids": ids, "sampling_params": sampling, **fields}).encode()
         for rid, ids in zip(rids, prompts, strict=True)
     ]
+
+    def check(content: bytes) -> None:
+        if len(content) < least_bytes:
+            raise RuntimeError(f"expected an answer of at least {least_bytes} bytes: {content[:500]!r}")
+        if max_new_tokens and not least_bytes:
+            _check_length(content, max_new_tokens)
+
+    answered, acknowledged = asyncio.run(_round(url, bodies, rids, in_flight or len(prompts), dataset, check))
+    return Timing(sum(map(len, prompts)), max_new_tokens * len(prompts), answered, acknowledged)
+
+
+async def _round(
+    url: str,
+    bodies: list[bytes],
+    rids: list[str],
+    in_flight: int,
+    dataset: Path | None,
+    check: Callable[[bytes], None],
+) -> tuple[float, float | None]:
+    """Seconds until the last answer, and until the last acknowledgement if there is a dataset."""
+    watch = JournalWatch(dataset) if dataset is not None else None
+    if watch is not None:
+        watch.poll()
     timeout = aiohttp.ClientTimeout(total=None)
     window = asyncio.Semaphore(in_flight)
     async with aiohttp.ClientSession(
@@ -199,14 +211,34 @@ async def _round(
                 raise RuntimeError(f"{url}: {type(error).__name__}: {error}; see the server's log") from error
             if answer.status != 200:
                 raise RuntimeError(f"HTTP {answer.status}: {content[:500]!r}")
-            if max_new_tokens:
-                _check_length(content, max_new_tokens)
+            check(content)
 
         started = time.monotonic()
         await asyncio.gather(*map(send, bodies))
         answered = time.monotonic() - started
-    acknowledged = None if watch is None else await _acknowledged(watch, rids, started)
-    return Timing(sum(map(len, prompts)), max_new_tokens * len(prompts), answered, acknowledged)
+    return answered, None if watch is None else await _acknowledged(watch, rids, started)
+
+
+def returned_elements(url: str, vocab_size: int) -> int:
+    """How many numbers ``return_hidden_states`` returns for each token of a prompt: the width of its states, or theirs.
+
+    Raises:
+        RuntimeError: not every token has as many.
+    """
+    (prompt,) = random_prompts(1, 16, vocab_size, seed=16)
+    # Where nothing is generated SGLang computes the lists and leaves them out of its answer (0.5.23).
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}, "return_hidden_states": True}
+    request = urllib.request.Request(
+        url + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
+    )
+    with urllib.request.urlopen(request, timeout=START_TIMEOUT_S) as answer:
+        parts = json.load(answer)["meta_info"]["hidden_states"]
+    widths = {len(row) for part in parts for row in part}
+    if sum(map(len, parts)) != len(prompt) or len(widths) != 1:
+        raise RuntimeError(
+            f"expected states of {len(prompt)} tokens, got {[len(part) for part in parts]} of widths {sorted(widths)}"
+        )
+    return widths.pop()
 
 
 def _check_length(content: bytes, expected: int) -> None:
