@@ -62,8 +62,9 @@ class Layout:
     def all_flags(self) -> list[str]:
         """SGLang's flags with the size of a chunk, which it divides among the ranks of DP attention."""
         chunk = ("--chunked-prefill-size", str(CHUNK * self.attention_ranks))
-        # By default SGLang sets memory aside for the undivided chunk, and would leave none for the weights.
-        return [*self.flags, *chunk, "--mem-fraction-static", "0.85"]
+        # By default SGLang sets memory aside for the undivided chunk, and would leave none for the weights. And it ends
+        # a server whose forward takes five minutes, which the first one may, while it compiles kernels.
+        return [*self.flags, *chunk, "--mem-fraction-static", "0.85", "--watchdog-timeout", "1800"]
 
 
 def layouts(gpus: int) -> dict[str, Layout]:

@@ -73,6 +73,8 @@ def server_flags(capture: dict[str, Any] | None, *, cpu: bool) -> tuple[list[str
         cpu: run on the CPU platform.
     """
     flags = ["--model-impl", "sglang", "--skip-tokenizer-init", "--disable-radix-cache", "--disable-prefill-cuda-graph"]
+    # The benchmarks warm up themselves, and with DP attention the CPU platform cannot decode, as SGLang's warm-up does.
+    flags += ["--skip-server-warmup"]
     environment = {"SGLANG_PLATFORM": "hs_capture_cpu"} if cpu else {}
     if capture is not None:
         flags += ["--json-model-override-args", json.dumps({"hs_capture": capture})]
@@ -92,6 +94,8 @@ def served(model: Path, log: Path, flags: Sequence[str], environment: dict[str, 
     """
     port = 30000 + (os.getpid() * 16 + next(_servers)) % 10000
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port), *flags]
+    # If this process ends, by whatever signal, the server must not stay on the GPU.
+    command = [sys.executable, "-m", "sglang_hs_capture.driver.child", str(os.getpid()), *command]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment}, start_new_session=True

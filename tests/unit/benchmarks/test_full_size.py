@@ -29,6 +29,9 @@ def report(label: str, rate: float) -> Report:
     )
 
 
+WATCHDOG = ("--watchdog-timeout", "1800")
+
+
 def run(monkeypatch, tmp_path: Path, *words: str) -> tuple[int, dict]:
     monkeypatch.setattr("sys.argv", ["full_size", "--results", str(tmp_path / "results"), *words])
     with pytest.raises(SystemExit) as ended:
@@ -55,10 +58,10 @@ def test_every_layout_is_measured_at_every_place_with_the_whole_shape(monkeypatc
     assert [label for label, *_ in served] == [
         f"8gpus-{name}-{place}" for name in ("tp", "dp-attention-ep", "pp-tp") for place in ("memory", "disk")
     ]
-    flags = ["--tp-size", "8", "--chunked-prefill-size", "8192", "--mem-fraction-static", "0.85"]
+    flags = ["--tp-size", "8", "--chunked-prefill-size", "8192", "--mem-fraction-static", "0.85", *WATCHDOG]
     assert served[0][1:] == (memory, flags, True, 2)
     # SGLang divides a chunk among the ranks of DP attention.
-    assert served[2][2][-4:-2] == ["--chunked-prefill-size", "65536"]
+    assert served[2][2][-6:-4] == ["--chunked-prefill-size", "65536"]
     assert served[5][4] == 0
     assert served[5][2][:4] == ["--pp-size", "2", "--tp-size", "4"]
     row = summary["layouts"]["tp, memory"]

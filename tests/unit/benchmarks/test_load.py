@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,15 @@ import pytest
 from aiohttp import web
 
 from benchmarks import load
-from benchmarks.load import Timing, random_prompts, run_round, server_flags, server_memory, stable_seed
+from benchmarks.load import (
+    Timing,
+    random_prompts,
+    returned_elements,
+    run_round,
+    server_flags,
+    server_memory,
+    stable_seed,
+)
 from sglang_hs_capture.store.writer import StoreWriter
 from tests.unit.toy_store import open_store, put_sample
 
@@ -42,6 +51,7 @@ class AnsweringServer:
         self.requests: list[dict] = []
         self.most = self.now = 0
         self.generated: int | None = None
+        self.states: list[list[list[float]]] = []
         self.status = 200
         self.on_answer = lambda rid: None
         self._ready = threading.Event()
@@ -78,10 +88,11 @@ class AnsweringServer:
         self.most = max(self.most, self.now)
         await asyncio.sleep(0.03)
         self.now -= 1
-        self.on_answer(body["rid"])
+        self.on_answer(body.get("rid"))
         asked = body["sampling_params"]["max_new_tokens"]
         generated = asked if self.generated is None else self.generated
-        return web.json_response({"meta_info": {"completion_tokens": generated}}, status=self.status)
+        info = {"completion_tokens": generated, "hidden_states": self.states}
+        return web.json_response({"meta_info": info}, status=self.status)
 
     async def _info(self, _: web.Request) -> web.Response:
         return web.json_response({"internal_states": [{"memory_usage": {"weight": 1.5}}]})
@@ -113,6 +124,21 @@ def test_generated_tokens_are_counted_and_an_answer_cut_short_is_an_error(server
     server.generated = 4
     with pytest.raises(RuntimeError, match="expected 5 generated tokens, the server generated 4"):
         run_round(server.url, PROMPTS, RIDS, max_new_tokens=5)
+
+
+def test_lists_are_measured_only_where_states_are_returned(server):
+    fields = {"max_new_tokens": 1, "return_hidden_states": True}
+    with pytest.raises(RuntimeError, match="expected an answer of at least 1000 bytes"):
+        run_round(server.url, PROMPTS, RIDS, least_bytes=1000, **fields)
+    with pytest.raises(RuntimeError, match=r"expected states of 16 tokens, got \[\]"):
+        returned_elements(server.url, 100)
+    server.states = [[[0.5, 1.25, 2.0]] * 10, [[0.5, 1.25, 2.0]] * 6]
+    assert returned_elements(server.url, 100) == 3
+    assert server.requests[-1]["sampling_params"]["max_new_tokens"] == 1
+    assert run_round(server.url, PROMPTS, RIDS, least_bytes=100, **fields).tokens == 10
+    server.states[1].pop()
+    with pytest.raises(RuntimeError, match=r"expected states of 16 tokens, got \[10, 5\]"):
+        returned_elements(server.url, 100)
 
 
 def test_a_refused_request_is_an_error(server):
@@ -220,3 +246,32 @@ def test_host_memory_is_that_of_all_processes_of_a_server_with_shared_pages_once
         measured = load.host_memory(process.pid)
         process.stdin.close()
     assert 2**26 < measured < 2 * 2**26
+
+
+def test_a_server_does_not_outlive_a_benchmark_that_is_killed(tmp_path):
+    program = (
+        "import sys; from pathlib import Path; from benchmarks import load\n"
+        "sys.executable = sys.argv[1]\n"
+        "with load.served(Path('model'), Path(sys.argv[2]), [], {}): pass\n"
+    )
+    # In the place of SGLang something that says who it is, and never ends; it is a child of the one that is run first.
+    fake = tmp_path / "python"
+    fake.write_text(
+        f'#!/bin/sh\nif [ "$2" = sglang_hs_capture.driver.child ]; then exec {sys.executable} "$@"; fi\n'
+        f"echo $$ > {tmp_path}/pid\nexec sleep 1000\n"
+    )
+    fake.chmod(0o755)
+    root = Path(load.__file__).parents[1]
+    benchmark = subprocess.Popen([sys.executable, "-c", program, str(fake), str(tmp_path / "log")], cwd=root)
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        server = int((tmp_path / "pid").read_text())
+    finally:
+        benchmark.kill()
+        benchmark.wait()
+    while Path(f"/proc/{server}").exists() and "sleep" in Path(f"/proc/{server}/cmdline").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

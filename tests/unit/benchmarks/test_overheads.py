@@ -28,6 +28,9 @@ class RecordingLoad:
         self.rounds.append((kind, number, times))
         return Timing(100 * times, 0, 1.0, 2.0)
 
+    def list_elements(self) -> int:
+        return 3
+
     def host_memory(self) -> int:
         return 11
 
@@ -52,7 +55,7 @@ def test_all_three_kinds_take_turns_and_each_begins_once(monkeypatch):
     ]
     assert {kind: len(timings) for kind, timings in found.timings.items()} == {OFF: 3, ON: 3, LISTS: 3}
     assert found.sustained[ON].tokens == 400
-    assert (found.warm_bytes, found.end_bytes, found.host_bytes) == (5, 7, 11)
+    assert (found.warm_bytes, found.end_bytes, found.host_bytes, found.list_elements) == (5, 7, 11, 3)
     # Three rounds and the sustained phase, 2 s each to the last acknowledgement; the writer that waited most.
     assert found.blocked_share == 2.0 / 8.0
 
@@ -71,7 +74,7 @@ def capture_timings() -> tuple[Measured, Measured]:
 
 def test_capture_is_rated_by_answers_and_by_acknowledgement():
     plugin, upstream = capture_timings()
-    report = capture_overhead.build_report(argparse.Namespace(), "toy", plugin, upstream)
+    report = capture_overhead.build_report(argparse.Namespace(own_boundaries=[]), "toy", plugin, upstream)
     assert report.series == {
         "SGLang's own class": [2000.0],
         "capture off": [1000.0, 800.0],
@@ -100,11 +103,21 @@ def test_capture_is_rated_by_answers_and_by_acknowledgement():
     assert report.to_json()["details"]["plugin"]["sustained"][ON]["acknowledged_s"] == 10.0
 
 
+def test_boundaries_that_sglang_returns_itself_are_a_baseline_too():
+    plugin, upstream = capture_timings()
+    upstream.timings[LISTS] = [Timing(4, 0, 1.0, None), Timing(5, 0, 1.0, None)]
+    report = capture_overhead.build_report(argparse.Namespace(own_boundaries=[1, 3]), "toy", plugin, upstream)
+    assert report.series["`return_hidden_states`, boundaries 1, 3"] == [4.0, 5.0]
+    assert report.ratios["on, by acknowledgement / `return_hidden_states`, boundaries 1, 3"] == [125.0, 40.0]
+    flags = capture_overhead.own_boundaries_flags([1, 3])
+    assert flags[-3:] == ["--return-aux-hidden-state-layer-ids", "1", "3"]
+
+
 def test_what_was_left_out_is_not_reported():
     plugin, _ = capture_timings()
     del plugin.timings[LISTS]
     plugin.sustained.clear()
-    report = capture_overhead.build_report(argparse.Namespace(), "toy", plugin, None)
+    report = capture_overhead.build_report(argparse.Namespace(own_boundaries=[]), "toy", plugin, None)
     assert list(report.series) == ["capture off", "capture on, by answers", "capture on, by acknowledgement"]
     assert list(report.ratios) == ["on / off, by answers", "on / off, by acknowledgement"]
     assert list(report.figures) == [
@@ -118,7 +131,7 @@ def test_what_was_left_out_is_not_reported():
 def test_memory_that_could_not_be_read_is_no_zero():
     plugin, upstream = capture_timings()
     upstream.warm_bytes = None
-    report = capture_overhead.build_report(argparse.Namespace(), "toy", plugin, upstream)
+    report = capture_overhead.build_report(argparse.Namespace(own_boundaries=[]), "toy", plugin, upstream)
     assert report.figures["extra device memory with capture, GB"] is None
 
 
@@ -184,6 +197,8 @@ def test_off_and_on_of_a_number_have_the_same_prompts_and_only_one_is_captured(t
         file.touch()
     arguments = argparse.Namespace(output=tmp_path, prompts=2, length=3, return_hidden_states_prompts=1)
     load = capture_overhead.Load("", arguments, vocab_size=100)
+    monkeypatch.setattr(capture_overhead, "returned_elements", lambda url, vocab_size: 7)
+    load.list_elements()
     for kind in (OFF, ON, LISTS):
         load.round(kind, 5, times=2)
     off, on, lists = sent
@@ -191,5 +206,6 @@ def test_off_and_on_of_a_number_have_the_same_prompts_and_only_one_is_captured(t
     assert [len(prompt) for prompt in off[0]] == [3, 3, 3, 3]
     assert off[1:] == ("off-5-2-0", 2, None, {})
     assert on[1:] == ("hs-on-5-2-0", 2, tmp_path, {})
-    assert lists[1:] == ("return_hidden_states-5-2-0", 1, None, {"return_hidden_states": True})
+    fields = {"return_hidden_states": True, "max_new_tokens": 1, "least_bytes": 2 * 7 * 3}
+    assert lists[1:] == ("return_hidden_states-5-2-0", 1, None, fields)
     assert (finished.exists(), unfinished.exists()) == (False, True)
