@@ -43,8 +43,7 @@ class Replay:
             case "journal":
                 if count_of(raw, "version") > VERSION:
                     raise StoreError(
-                        f"the journal of {self.writer} has version {raw['version']}, "
-                        f"this release reads up to {VERSION}; upgrade"
+                        f"the journal has version {raw['version']}, this release reads up to {VERSION}; upgrade"
                     )
                 _require(raw["writer"] == self.writer, f"it belongs to the writer {raw['writer']!r}")
             case "shard":
@@ -120,6 +119,8 @@ def replay_journal(directory: Path, writer: str, *, keep_samples: bool = True) -
     for number, raw in read_records(path):
         try:
             replay.apply(raw)
+        except StoreError as error:
+            raise StoreError(f"{path}, line {number}: {error}") from None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise malformed(f"{path}, line {number}", error, raw) from None
     return replay

@@ -193,7 +193,7 @@ def test_newer_journals_are_refused_and_unknown_records_passed_over(abandoned: P
     recover_dataset(abandoned)
     with journal.open("ab") as file:
         file.write(encode_line({"t": "journal", "version": 2, "writer": "dp0-pp0"}))
-    with pytest.raises(StoreError, match=r"has version 2, .* upgrade"):
+    with pytest.raises(StoreError, match=r"journal-dp0-pp0\.jsonl, line \d+: the journal has version 2, .* upgrade"):
         open_store(abandoned)
 
 

@@ -306,6 +306,10 @@ def malformed_answer(dataset: Path) -> None:
     made.write_answers(dataset, [{"t": "later"}, {"t": "answer", "id": "s1", "length": 12}])
 
 
+def lost_header(dataset: Path) -> None:
+    made.rewrite(dataset / JOURNAL, lambda record: [] if record["t"] == "journal" else record)
+
+
 def torn_line(dataset: Path) -> None:
     with (dataset / JOURNAL).open("ab") as file:
         file.write(b'{"t":"rows","sha')
@@ -357,6 +361,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], dict[str, object]]] = {
     "final-norm-missing": (lost_norm, {"file": "final_norm.safetensors"}),
     "dataset-file": (damaged_info, {"file": "dataset.json"}),
     "dataset-file: lost": (lost_info, {"file": "dataset.json"}),
+    "journal-record: header": (lost_header, {"file": JOURNAL}),
     "torn-line": (torn_line, {"file": JOURNAL}),
     "stray-file": (stray_shard, {"file": "shards/dp0-pp0-000077.safetensors"}),
     "session-file": (damaged_session, {"file": "session-dp0-pp0.json"}),
@@ -813,3 +818,9 @@ def test_a_sample_of_another_text_around_its_image_is_found(tmp_path):
     result = check(tmp_path)
     assert kinds(result) == {"other-tokens"}
     assert "4 tokens, 1 of them images, with the hash" in found(result, "other-tokens")[0].what
+
+
+def test_a_journal_of_a_later_version_is_refused_with_its_file_and_line(dataset: Path) -> None:
+    made.rewrite(dataset / JOURNAL, lambda record: {**record, "version": 9} if record["t"] == "journal" else record)
+    with pytest.raises(StoreError, match=r"journal-dp0-pp0\.jsonl, line 1: the journal has version 9, .*; upgrade"):
+        check(dataset)
