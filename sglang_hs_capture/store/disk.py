@@ -15,6 +15,28 @@ _SPACE_CHECK_BYTES = 64 << 20
 Work = Literal["write", "sync"]
 
 
+class _Busy:
+    """The time in which at least one thread does something; what several do at once counts once."""
+
+    def __init__(self) -> None:
+        self._threads = 0
+        self._since = 0.0
+        self._before = 0.0
+
+    def begin(self) -> None:
+        if not self._threads:
+            self._since = time.perf_counter()
+        self._threads += 1
+
+    def end(self) -> None:
+        self._threads -= 1
+        if not self._threads:
+            self._before += time.perf_counter() - self._since
+
+    def seconds(self) -> float:
+        return self._before + (time.perf_counter() - self._since if self._threads else 0.0)
+
+
 class DiskHealth:
     """Remembers the first failure of a writer's disk, for the threads that use it and for the one they work for.
 
@@ -32,7 +54,7 @@ class DiskHealth:
         self._directory = directory
         self._min_free_bytes = min_free_bytes
         self._unchecked_bytes = 0
-        self._seconds: dict[Work, float] = {"write": 0.0, "sync": 0.0}
+        self._busy: dict[Work, _Busy] = {"write": _Busy(), "sync": _Busy()}
         self._untold = False
         self._lock = threading.RLock()
         self.changed = threading.Condition(self._lock)
@@ -55,7 +77,8 @@ class DiskHealth:
             DiskFullError, StoreError: the step failed, which is remembered, or is not begun after a final failure.
         """
         self.require_open()
-        begin = time.perf_counter()
+        with self._lock:
+            self._busy[work].begin()
         try:
             with fs.io_errors(path, action):
                 yield
@@ -64,11 +87,12 @@ class DiskHealth:
             raise
         finally:
             with self._lock:
-                self._seconds[work] += time.perf_counter() - begin
+                self._busy[work].end()
 
     def seconds(self, work: Work) -> float:
-        """Seconds spent in all steps of a kind of work, those of several threads added up."""
-        return self._seconds[work]
+        """Seconds in which a step of a kind of work was under way, in one thread or in several."""
+        with self._lock:
+            return self._busy[work].seconds()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -39,9 +39,9 @@ def utc_now() -> str:
 class Counters:
     """What a session has done so far; bytes and rows count states, times are seconds.
 
-    ``blocked_s`` is how long the forward waited for room in the ring; ``disk_wait_s`` how long the store's threads,
-    which work beside each other, were in calls that write or make durable. ``ring_bytes`` and ``slot_table_bytes`` are
-    host memory: rows on their way to disk, where each KV slot's row went.
+    ``blocked_s`` is how long the forward waited for room in the ring; ``disk_wait_s`` how long the store was in calls
+    that write, and how long in calls that make durable, which go on beside each other. ``ring_bytes`` and
+    ``slot_table_bytes`` are host memory: rows on their way to disk, where each KV slot's row went.
     """
 
     rows: int = 0

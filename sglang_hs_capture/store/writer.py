@@ -204,12 +204,12 @@ class StoreWriter:
 
     @property
     def write_s(self) -> float:
-        """Seconds that the store's threads have spent in writing rows."""
+        """Seconds in which rows were being written, by one thread or by several."""
         return self._disk.seconds("write")
 
     @property
     def sync_s(self) -> float:
-        """Seconds that the store's threads have spent in making rows and records durable, and in finishing shards."""
+        """Seconds in which rows and records were being made durable, or shards finished."""
         return self._disk.seconds("sync")
 
     def append(

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -189,4 +190,20 @@ def test_no_more_shards_than_asked_for(tmp_path: Path, most: int, expected: set[
         held.gate.set()
         assert len(store.commit()) == 6
     assert set(placed) == expected
+    store.close()
+
+
+def test_what_lanes_do_at_the_same_time_counts_once(tmp_path: Path) -> None:
+    store = open_store(tmp_path, shard_bytes=10**6, spill_bytes=0, max_open_shards=3)
+    with disk(GatedOS("pwritev", ".partial")) as held:
+        begun = time.perf_counter()
+        for number in range(3):
+            queue_sample(store, f"s{number}", [number], nothing)
+        assert held.reached.wait(60)
+        time.sleep(0.2)
+        # Also while it goes on: with several lanes there may be no moment in which none of them writes.
+        assert 0.1 < store.write_s < time.perf_counter() - begun
+        held.gate.set()
+        store.commit()
+        assert store.write_s < time.perf_counter() - begun
     store.close()
