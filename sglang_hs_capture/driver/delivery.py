@@ -221,8 +221,8 @@ async def regain(pool: ServerPool, error: ConnectionError, grace_s: float) -> No
     """
     if not pool.usable and not await pool.wait_healthy(grace_s):
         raise EngineError(
-            f"lost the server ({error}) and it did not come back within {grace_s:g} s; all acknowledged samples are "
-            "safe, run again to go on"
+            f"lost the server ({error}) and it did not come back within {grace_s:g} s{pool.unfit}; all acknowledged "
+            "samples are safe, run again to go on"
         )
 
 

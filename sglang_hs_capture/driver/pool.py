@@ -30,6 +30,7 @@ SILENT_S = 60.0
 Say = Callable[[str], None]
 Reply = TypeVar("Reply")
 Ids = Sequence[int] | NDArray[np.int64]
+Check = Callable[["Server"], Awaitable[None]]
 
 
 class MovedError(Exception):
@@ -65,6 +66,7 @@ class Server:
         tokens: tokens in flight.
         up: whether it could be reached when last tried.
         stopped: why it captures no more; None while it does.
+        unfit: why it gets nothing although it is up again, since it is not the server that it was; None where it is.
         idle: whether it had nothing to do when the pool last looked.
         asked: whether it is being asked for a sign of life.
     """
@@ -75,6 +77,7 @@ class Server:
         self.tokens = 0
         self.up = True
         self.stopped: HsCaptureError | None = None
+        self.unfit: HsCaptureError | None = None
         self.idle = False
         self.asked = False
         self._prefixes: OrderedDict[int, None] = OrderedDict()
@@ -82,7 +85,12 @@ class Server:
     @property
     def usable(self) -> bool:
         """Whether prompts may be sent to it."""
-        return self.up and self.stopped is None
+        return self.up and self.captures
+
+    @property
+    def captures(self) -> bool:
+        """Whether it captures into this dataset, as far as it is known, once it can be reached."""
+        return self.stopped is None and self.unfit is None
 
     def known(self, hashes: Sequence[int]) -> int:
         """How many of a prompt's blocks, from its beginning, it has computed or is computing."""
@@ -118,13 +126,18 @@ class ServerPool:
         max_prompts: a server with so many in flight gets no more as long as another one has fewer.
     """
 
-    def __init__(self, servers: Iterable[Server], say: Say = lambda text: None) -> None:
+    def __init__(
+        self, servers: Iterable[Server], say: Say = lambda text: None, check_returned: Check | None = None
+    ) -> None:
         """
         Args:
             servers: to begin with.
             say: told in one line when a server is lost or comes back.
+            check_returned: asked when a server that was lost is up again; raises ``HsCaptureError`` where it must not
+                get work, as after a start with other settings.
         """
         self.servers = list(servers)
+        self._check_returned = check_returned
         self.max_prompts = sys.maxsize
         self._say = say
         self._probes: set[asyncio.Task[None]] = set()
@@ -208,12 +221,18 @@ class ServerPool:
             # A question that was begun in time is not the last one: this process may have been held up meanwhile.
             left = deadline - asyncio.get_running_loop().time()
             # Each time anew: meanwhile servers may be added.
-            clients = [server.client for server in self.servers if server.stopped is None]
-            if clients and await wait_for_any(clients, 0):
+            if await _any(self._is_back(server) for server in self.servers if server.stopped is None):
                 return True
             if left <= 0:
                 return False
             await asyncio.sleep(min(RETRY_PAUSE_S, left))
+
+    @property
+    def unfit(self) -> str:
+        """Why servers that are up again get nothing, for the end of a message; empty where there are none."""
+        return "".join(
+            f"; {server.client.url} is up again, but {server.unfit}" for server in self.servers if server.unfit
+        )
 
     async def flush_cache(self, patience_s: float) -> bool:
         """Empty the prefix cache of every server that is up; whether all did so within ``patience_s`` seconds."""
@@ -281,7 +300,7 @@ class ServerPool:
 
     def _choose(self, hashes: Sequence[int], tried: set[Server]) -> Server:
         candidates = [server for server in self.servers if server.usable]
-        candidates = candidates or [server for server in self.servers if server.stopped is None]
+        candidates = candidates or [server for server in self.servers if server.captures]
         if not candidates:
             raise NoServerError("no server is left")
         candidates = [server for server in candidates if server not in tried] or candidates
@@ -330,7 +349,7 @@ class ServerPool:
     async def _await_return(self, server: Server) -> None:
         loop = asyncio.get_running_loop()
         answered, settled = list(server.flights), loop.time() + SETTLE_S
-        while server in self.servers and not await server.client.healthy():
+        while server in self.servers and not await self._is_back(server):
             if loop.time() >= settled:
                 server.let_go(answered, f"{server.client.url} was lost")
             await asyncio.sleep(RETRY_PAUSE_S)
@@ -339,10 +358,30 @@ class ServerPool:
             if len(self.servers) > 1:
                 self._say(f"{server.client.url} is back.")
 
+    async def _is_back(self, server: Server) -> bool:
+        """Whether a server can be reached and is the one it was; where it is another, that is told once."""
+        if not await server.client.healthy():
+            return False
+        if self._check_returned is not None:
+            try:
+                await self._check_returned(server)
+            except HsCaptureError as error:
+                if server.unfit is None or str(server.unfit) != str(error):
+                    self._say(f"{server.client.url} is up again and gets no work: {error}.")
+                server.unfit = error
+                return False
+        server.unfit = None
+        return True
+
 
 async def wait_for_any(clients: Sequence[ServerClient], grace_s: float) -> bool:
     """Wait up to ``grace_s`` seconds until one of the servers is up; whether that came to pass."""
-    waits = [asyncio.create_task(client.wait_healthy(grace_s)) for client in clients]
+    return await _any(client.wait_healthy(grace_s) for client in clients)
+
+
+async def _any(questions: Iterable[Coroutine[Any, Any, bool]]) -> bool:
+    """Whether one of them is answered with yes; the others are not waited for then."""
+    waits = [asyncio.create_task(question) for question in questions]
     try:
         for wait in asyncio.as_completed(waits):
             if await wait:

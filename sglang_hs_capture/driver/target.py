@@ -142,7 +142,8 @@ class RunningServers(Target):
         self._opened = False
 
     async def open(self, say: Say) -> list[SessionRecord]:
-        self.pool = ServerPool([Server(ServerClient(url, api_key=self._api_key)) for url in self._urls], say)
+        servers = [Server(ServerClient(url, api_key=self._api_key)) for url in self._urls]
+        self.pool = ServerPool(servers, say, self._check_returned)
         self._opened = True
         clients = [server.client for server in self.pool.servers]
         ups = await asyncio.gather(*(client.wait_healthy(self._grace_s) for client in clients))
@@ -152,7 +153,7 @@ class RunningServers(Target):
                     f"{server.client.url}: no healthy SGLang server answered within {self._grace_s:g} s; check the "
                     "URL, and that the server is up"
                 )
-            await self._ask_settings(server)
+            server.replicas = await self._ask_replicas(server)
         where = self.pool.url
         sessions = [record for record in read_sessions(self._directory) if record.state in ("ready", "stopped")]
         sessions = [record for record in sessions if is_running(record) is not False]
@@ -203,19 +204,38 @@ class RunningServers(Target):
                 f"{', '.join(untold)} cannot all be among them: start each with a --replica of its own"
             )
 
-    async def _ask_settings(self, server: Server) -> None:
-        """Where the server tells its settings, compare the output directories, and note whose work is its own."""
+    async def _ask_replicas(self, server: Server) -> frozenset[str] | None:
+        """The names under which a server's processes write; None where it does not tell its settings.
+
+        Raises:
+            EngineError: it captures into another directory.
+        """
         info = await server.client.server_info()
         capture = capture_of(info)
         if capture is None:
-            return
+            return None
         if Path(capture.output_dir).resolve() != self._directory.resolve():
             raise EngineError(
                 f"the server at {server.client.url} captures into {capture.output_dir}, not into --output "
                 f"{self._directory}; give the server's own directory"
             )
         ranks = max(size for name in ("dp_size", "attn_dp_size") if type(size := info.get(name, 1) or 1) is int)
-        server.replicas = replica_names(capture.replica, ranks)
+        return replica_names(capture.replica, ranks)
+
+    async def _check_returned(self, server: Server) -> None:
+        """See that a server that was lost and is up again captures as it did before.
+
+        Raises:
+            EngineError: it does not.
+        """
+        now = await self._ask_replicas(server)
+        if server.replicas is not None and now != server.replicas:
+            before = ", ".join(sorted(server.replicas))
+            raise EngineError(
+                f"it captured as {before} before and now "
+                + (f"as {', '.join(sorted(now))}" if now else "does not say that it captures")
+                + "; start it as it was started at first"
+            )
 
     def check_alive(self) -> None:
         """Nothing is known of somebody else's process; a lost connection tells."""

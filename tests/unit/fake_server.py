@@ -66,6 +66,7 @@ class FakeServer:
         self.generated: list[dict[str, Any]] = []
         self.flushes = 0
         self.ranks = 1
+        self.info: dict[str, Any] | None = None  # in the place of its own account of its settings
         self.url = ""
         self.record = SessionRecord(
             writer=writer,
@@ -141,7 +142,8 @@ class FakeServer:
     async def _info(self, _: web.Request) -> web.Response:
         replica = int(self.record.writer.removeprefix("dp").partition("-")[0])
         overrides = {"hs_capture": {"output_dir": str(self.directory), "replica": replica}}
-        return web.json_response({"json_model_override_args": json.dumps(overrides), "dp_size": self.ranks})
+        info = {"json_model_override_args": json.dumps(overrides), "dp_size": self.ranks}
+        return web.json_response(info if self.info is None else self.info)
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()

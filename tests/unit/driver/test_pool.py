@@ -1,7 +1,9 @@
 """Several servers: prefixes meet, work is spread, and what a lost server had goes to the others."""
 
 import asyncio
+import json
 import random
+import re
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -581,6 +583,87 @@ def test_a_server_whose_capture_stopped_is_used_again_when_it_was_started_anew(t
     assert sorted(sample.id for sample in load_index(tmp_path).samples) == sorted(f"s{n}" for n in range(60))
     assert len(first.requests) > 0
     assert f"{first.url} is back." in lines.said
+
+
+def settings_of(**capture: object) -> dict[str, Any]:
+    return {"json_model_override_args": json.dumps({"hs_capture": capture}), "dp_size": 1}
+
+
+ELSEWHERE = [
+    (
+        lambda d: settings_of(output_dir=str(d), replica=7),
+        "it captured as dp0 before and now as dp7; start it as it was",
+    ),
+    (lambda d: settings_of(output_dir=str(d / "x")), "captures into .*x, not into --output"),
+    (lambda d: {"dp_size": 1}, "it captured as dp0 before and now does not say that it captures"),
+]
+
+
+@pytest.mark.usefixtures("_quick")
+@pytest.mark.parametrize(("info", "reason"), ELSEWHERE)
+def test_a_server_that_is_another_when_it_comes_back_gets_no_work(tmp_path, info, reason):
+    async def during(first: FakeServer, second: FakeServer) -> None:
+        second.behave = lambda number, rid: "slow"
+        while len(first.requests) < 5:
+            await asyncio.sleep(0.001)
+        first.info, first.behave = info(tmp_path), lambda number, rid: "cut"
+        await asyncio.sleep(0.3)
+        first.requests.clear()
+
+    summary, first, _, lines = run_on_two(tmp_path, during, attempts=20)
+    assert (summary.captured, summary.dropped, summary.exit_code) == (60, [], 0), summary.ended
+    assert first.requests == []
+    (said,) = [line for line in lines.said if "gets no work" in line]
+    assert re.search(reason, said)
+
+
+@pytest.mark.usefixtures("_quick")
+def test_it_gets_work_again_once_it_is_what_it_was(tmp_path):
+    async def during(first: FakeServer, second: FakeServer) -> None:
+        second.behave = lambda number, rid: "slow"
+        while len(first.requests) < 5:
+            await asyncio.sleep(0.001)
+        first.info, first.behave = {}, lambda number, rid: "cut"
+        await asyncio.sleep(0.3)
+        first.requests.clear()
+        first.info, first.behave = None, lambda number, rid: "ok"
+
+    summary, first, _, lines = run_on_two(tmp_path, during, attempts=20)
+    assert (summary.captured, summary.dropped, summary.exit_code) == (60, [], 0), summary.ended
+    assert first.requests
+    assert [line.partition(" ")[2] for line in lines.said if line.startswith(first.url)] == [
+        "is up again and gets no work: it captured as dp0 before and now does not say that it captures; "
+        "start it as it was started at first.",
+        "is back.",
+    ]
+
+
+@pytest.mark.usefixtures("_quick")
+def test_the_only_server_that_comes_back_as_another_ends_the_run_with_the_reason(tmp_path):
+    lines = Lines()
+
+    async def main() -> tuple[Summary, FakeServer]:
+        async with FakeServer(tmp_path, lambda number, rid: "cut" if number > 2 else "ok") as server:
+
+            async def during() -> None:
+                while len(server.requests) < 4:
+                    await asyncio.sleep(0.001)
+                server.info, server.requests = settings_of(output_dir=str(tmp_path / "other")), []
+
+            target = RunningServers([server.url], tmp_path, expected=lambda info: [], api_key=None, grace_s=2.0)
+            settings = RunSettings(tmp_path, delivery=DeliverySettings(grace_s=0.5), pump=PumpSettings(max_prompts=1))
+            wanted = [make_sample(f"s{number}", line=number + 1) for number in range(9)]
+            beside = asyncio.ensure_future(during())
+            summary = await asyncio.wait_for(CaptureRun(target, wanted, settings, lines).run(), 40)
+            await beside
+            return summary, server
+
+    summary, server = asyncio.run(main())
+    assert (summary.captured, summary.exit_code) == (3, EngineError.exit_code)
+    assert re.search(
+        r"did not come back within 0.5 s; .* is up again, but the server at .*other, not into", summary.ended
+    )
+    assert len(server.requests) <= 1
 
 
 @pytest.mark.usefixtures("_quick")
