@@ -200,8 +200,9 @@ class Appender:
         return shard
 
     def _append(self, shard: PartialShard, batch: list[Piece]) -> None:
-        with self._health.step(shard.paths.partial, "write", "write", lasting=False):
-            self._health.check_space(sum(piece.states.nbytes for piece in batch))
+        size = sum(piece.states.nbytes for piece in batch)
+        step = self._health.step(shard.paths.partial, "write", "write", lasting=False)
+        with step, self._health.room_for(size):
             tokens = batch[0].tokens if len(batch) == 1 else np.concatenate([piece.tokens for piece in batch])
             shard.append([piece.states for piece in batch], tokens)
 
