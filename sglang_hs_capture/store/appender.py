@@ -90,6 +90,9 @@ class Appender:
 
         Args:
             shards: where the shards that are opened go, by number; whoever finishes one takes it out.
+
+        Raises:
+            RuntimeError: the process may start no more threads; none is left behind.
         """
         self._directory = directory
         self._health = health
@@ -106,12 +109,15 @@ class Appender:
         self._stopping = False
         self._shards = shards
         self.backlog = 0
-        self._threads = [
-            threading.Thread(target=target, name=f"hs-capture-{name}", daemon=True)
-            for name, target in (("store-write", self._write_all), ("store-hash", self._hash_all))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for name, target in (("store-write", self._write_all), ("store-hash", self._hash_all)):
+                thread = threading.Thread(target=target, name=f"hs-capture-{name}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.stop()
+            raise
 
     @property
     def last(self) -> int:
