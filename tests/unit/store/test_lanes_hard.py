@@ -273,16 +273,28 @@ def test_a_release_that_fails_while_another_lane_writes_ends_the_store_and_holds
 @pytest.mark.parametrize("call", ["commit", "close"])
 def test_who_is_interrupted_while_waiting_can_close(tmp_path: Path, call: str) -> None:
     store = open_store(tmp_path, shard_bytes=10**6, spill_bytes=0, max_open_shards=3)
-    with disk(GatedOS("pwritev", "000001.partial")) as held:
+    with disk(GatedOS("pwritev", ".partial")) as held:
         for number in range(4):
             queue_sample(store, f"{number}/{number}", [number], nothing)
         assert held.reached.wait(60)
         main = threading.main_thread().ident
         assert main is not None
-        threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
-        threading.Timer(0.5, held.gate.set).start()
-        with pytest.raises(KeyboardInterrupt):
+        calling = threading.Event()
+
+        def interrupt_and_go_on() -> None:
+            assert calling.wait(60)
+            time.sleep(0.2)
+            signal.pthread_kill(main, signal.SIGINT)
+            time.sleep(0.2)
+            held.gate.set()
+
+        def interrupted() -> None:
+            calling.set()
             getattr(store, call)()
+
+        threading.Thread(target=interrupt_and_go_on).start()
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
         store.close()
     assert store_threads() == []
     assert open_files(tmp_path) == []
