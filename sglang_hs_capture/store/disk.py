@@ -182,9 +182,11 @@ class DiskHealth:
         """See that there is at least as much room as the floor.
 
         Raises:
-            DiskFullError: as said.
+            DiskFullError: there is less.
+            StoreError: the file system does not say.
         """
-        self._check_space(0)
+        with fs.io_errors(self._directory, "ask for free space"):
+            self._check_space(0)
 
     def _check_space(self, size: int) -> None:
         with self.changed:
