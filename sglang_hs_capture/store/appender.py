@@ -90,6 +90,9 @@ class Appender:
 
         Args:
             shards: where the shards that are opened go, by number; whoever finishes one takes it out.
+
+        Raises:
+            RuntimeError: the process may start no more threads; none is left behind.
         """
         self._directory = directory
         self._health = health
@@ -106,12 +109,15 @@ class Appender:
         self._stopping = False
         self._shards = shards
         self.backlog = 0
-        self._threads = [
-            threading.Thread(target=target, name=f"hs-capture-{name}", daemon=True)
-            for name, target in (("store-write", self._write_all), ("store-hash", self._hash_all))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for name, target in (("store-write", self._write_all), ("store-hash", self._hash_all)):
+                thread = threading.Thread(target=target, name=f"hs-capture-{name}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.stop()
+            raise
 
     @property
     def last(self) -> int:
@@ -200,8 +206,9 @@ class Appender:
         return shard
 
     def _append(self, shard: PartialShard, batch: list[Piece]) -> None:
-        with self._health.step(shard.paths.partial, "write", "write", lasting=False):
-            self._health.check_space(sum(piece.states.nbytes for piece in batch))
+        size = sum(piece.states.nbytes for piece in batch)
+        step = self._health.step(shard.paths.partial, "write", "write", lasting=False)
+        with step, self._health.room_for(size):
             tokens = batch[0].tokens if len(batch) == 1 else np.concatenate([piece.tokens for piece in batch])
             shard.append([piece.states for piece in batch], tokens)
 

@@ -55,6 +55,7 @@ class DiskHealth:
         self._min_free_bytes = min_free_bytes
         self._unchecked_bytes = 0
         self._busy: dict[Work, _Busy] = {"write": _Busy(), "sync": _Busy()}
+        self._under_way_bytes = 0
         self._untold = False
         self._lock = threading.RLock()
         self.changed = threading.Condition(self._lock)
@@ -159,24 +160,49 @@ class DiskHealth:
         if self._untold:
             self.refuse_rows()
 
-    def check_space(self, size: int) -> None:
-        """Refuse to write ``size`` bytes if that would leave less room than the floor.
+    @contextmanager
+    def room_for(self, size: int) -> Iterator[None]:
+        """Refuse to write ``size`` bytes, as is done inside, if that would leave less room than the floor.
 
-        The file system is asked only when much was written since the last time, or ``forget_space`` was called.
+        What others are writing meanwhile counts as yet to be written, so that writes which fit one by one, and not
+        together, do not all pass; what has been written of it counts twice. The file system is asked only when much
+        was written since the last time, or ``forget_space`` was called.
 
         Raises:
             DiskFullError: as said.
         """
+        try:
+            self._check_space(size)
+            yield
+        finally:
+            with self.changed:
+                self._under_way_bytes -= size
+
+    def check_space(self) -> None:
+        """See that there is at least as much room as the floor.
+
+        Raises:
+            DiskFullError: there is less.
+            StoreError: the file system does not say.
+        """
+        with fs.io_errors(self._directory, "ask for free space"):
+            self._check_space(0)
+
+    def _check_space(self, size: int) -> None:
         with self.changed:
+            # Before the file system is asked: a write that ends in between must not be missing from both.
+            self._under_way_bytes += size
+            under_way = self._under_way_bytes
             self._unchecked_bytes -= size
             if self._unchecked_bytes > 0:
                 return
             self._unchecked_bytes = _SPACE_CHECK_BYTES
         free = fs.free_bytes(self._directory)
-        if free - size < self._min_free_bytes:
+        if free - under_way < self._min_free_bytes:
+            more = f" when {under_way} more are written" if under_way else ""
             raise DiskFullError(
-                f"{self._directory}: {free} bytes are free and {self._min_free_bytes} must stay free (min_free_bytes); "
-                "free some space or lower it, then run again: all acknowledged samples are safe"
+                f"{self._directory}: {free} bytes are free and {self._min_free_bytes} must stay free (min_free_bytes)"
+                f"{more}; free some space or lower it, then run again: all acknowledged samples are safe"
             )
 
     def forget_space(self) -> None:

@@ -6,11 +6,14 @@ every lane has a shard of its own. The second lane is opened only when the first
 that does writes one shard after the other.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from sglang_hs_capture.store.appender import Appender, Run
 from sglang_hs_capture.store.shard import ShardLayout
+
+logger = logging.getLogger(__name__)
 
 Marks = tuple[int, ...]
 
@@ -51,10 +54,20 @@ class Lanes:
         for lane in self._lanes:
             if lane.appender.backlog <= self._spill_bytes:
                 return lane
-        if len(self._lanes) < self._most:
-            self._lanes.append(Lane(self._make()))
+        if len(self._lanes) < self._most and self._add():
             return self._lanes[-1]
         return min(self._lanes, key=lambda lane: lane.appender.backlog)
+
+    def _add(self) -> bool:
+        """Begin another lane; False where the process may start no more threads."""
+        try:
+            self._lanes.append(Lane(self._make()))
+        except RuntimeError as error:
+            # A lane is there for speed alone. It is not tried again: each try costs time, and would fail likewise.
+            self._most = len(self._lanes)
+            logger.warning("hs_capture: going on with %d shards side by side: %s", self._most, error)
+            return False
+        return True
 
     def marks(self) -> Marks:
         """How far each lane has been filled, for ``wait``."""

@@ -159,7 +159,7 @@ class StoreWriter:
             journal = JournalFile(journal_path(directory, writer))
             next_shard = recover(directory, writer, info, journal)
             disk = DiskHealth(directory, min_free_bytes)
-            disk.check_space(0)
+            disk.check_space()
             journal.append(
                 {"t": "journal", "version": VERSION, "writer": writer, "session": session_id, "time": utc_now()}
             )

@@ -419,6 +419,16 @@ def test_floor_of_free_space(tmp_path: Path) -> None:
     assert samples(tmp_path) == ["a", "b", "c"]
 
 
+def test_a_file_system_that_does_not_tell_its_free_space_is_named(tmp_path: Path) -> None:
+    class Silent(FaultyOS):
+        def statvfs(self, path: Path) -> os.statvfs_result:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with disk(Silent()), pytest.raises(StoreError, match=f"{tmp_path}: could not ask for free space: Input/output"):
+        open_store(tmp_path)
+    open_store(tmp_path).close()
+
+
 def test_free_space_is_not_asked_for_at_each_append(tmp_path: Path) -> None:
     with disk(LittleSpace(10**12)) as little:
         store = open_store(tmp_path, shard_bytes=10**9)
