@@ -19,6 +19,13 @@ def _known_layers(layers: str | tuple[int, ...]) -> str | tuple[int, ...]:
     return layers
 
 
+def _problem(found: Mapping[str, Any]) -> str:
+    name = ".".join(map(str, found["loc"]))
+    expected = f"expected one of {', '.join(CaptureConfig.model_fields)}"
+    message = f"there is no such setting, {expected}" if found["type"] == "extra_forbidden" else found["msg"]
+    return f"{CONFIG_KEY}.{name}: {message} (got {found['input']!r})"
+
+
 class CaptureConfig(BaseModel):
     """Settings of one capture.
 
@@ -45,12 +52,12 @@ class CaptureConfig(BaseModel):
     final: Final = Final.PRE_NORM
     dtype: Literal["bfloat16", "float16", "float32", "float8_e4m3"] = "bfloat16"
     rid_prefix: Annotated[str, Field(min_length=1)] = DEFAULT_RID_PREFIX
-    ring_bytes: Annotated[int, Field(ge=2**20)] = 4 * GIB
-    shard_bytes: Annotated[int, Field(ge=2**16)] = 4 * GIB
-    max_open_shards: Annotated[int, Field(ge=1, le=64)] = 4
-    min_free_bytes: Annotated[int, Field(ge=0)] = 2 * GIB
+    ring_bytes: Annotated[int, Field(strict=True, ge=2**20)] = 4 * GIB
+    shard_bytes: Annotated[int, Field(strict=True, ge=2**16)] = 4 * GIB
+    max_open_shards: Annotated[int, Field(strict=True, ge=1, le=64)] = 4
+    min_free_bytes: Annotated[int, Field(strict=True, ge=0)] = 2 * GIB
     commit_interval_s: Annotated[float, Field(gt=0, le=60)] = 0.2
-    replica: Annotated[int, Field(ge=0, le=9999)] = 0
+    replica: Annotated[int, Field(strict=True, ge=0, le=9999)] = 0
     run_id: str = ""
 
     @classmethod
@@ -65,10 +72,7 @@ class CaptureConfig(BaseModel):
         try:
             return cls.model_validate(dict(raw))
         except ValidationError as error:
-            parts = [
-                f"{CONFIG_KEY}.{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors()
-            ]
-            raise ConfigError("; ".join(parts)) from None
+            raise ConfigError("; ".join(_problem(found) for found in error.errors())) from None
 
     def to_mapping(self) -> dict[str, Any]:
         """The JSON object that ``from_mapping`` reads back."""

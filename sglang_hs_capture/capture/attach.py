@@ -45,9 +45,12 @@ def attach(model: Any, decoder: Any, config: Any) -> Capture | None:
     if raw is None:
         logger.warning("hs_capture: the model's config has no %r object, so nothing is captured", CONFIG_KEY)
         return None
-    capture_config = CaptureConfig.from_mapping(raw)
-    if not Path(capture_config.output_dir).is_absolute():
-        raise ConfigError(f"{CONFIG_KEY}.output_dir: expected an absolute path, got {capture_config.output_dir!r}")
+    try:
+        capture_config = _settings(raw)
+    except ConfigError as error:
+        # Without settings it is not known where a session record would go.
+        logger.error("hs_capture: refused to start: %s", error)
+        raise
     place = compat.ranks()
     session = SessionRecord(
         writer=place.writer(capture_config.replica),
@@ -67,6 +70,13 @@ def attach(model: Any, decoder: Any, config: Any) -> Capture | None:
         if place.attn_tp_rank == 0:
             SessionReporter(Path(capture_config.output_dir), session).refused(error)
         raise
+
+
+def _settings(raw: Any) -> CaptureConfig:
+    config = CaptureConfig.from_mapping(raw)
+    if not Path(config.output_dir).is_absolute():
+        raise ConfigError(f"{CONFIG_KEY}.output_dir: expected an absolute path, got {config.output_dir!r}")
+    return config
 
 
 def _attach(

@@ -17,7 +17,14 @@ from sglang_hs_capture.driver.pump import PumpSettings
 from sglang_hs_capture.driver.regenerate import AnswerSettings
 from sglang_hs_capture.driver.run import KNOWN_ANSWERS, RunSettings
 from sglang_hs_capture.driver.source import count_samples
-from sglang_hs_capture.driver.start import Wanted, run_on_own_server, run_on_ray, run_on_running_servers, served_model
+from sglang_hs_capture.driver.start import (
+    Wanted,
+    run_on_own_server,
+    run_on_ray,
+    run_on_running_servers,
+    served_model,
+    served_path,
+)
 from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.errors import ConfigError, StoreError
 from sglang_hs_capture.text import printable
@@ -125,9 +132,15 @@ def run(
     source = given.source(data, model, share=4)
     if server:
         wanted = Wanted(capture.layers, capture.final, capture.dtype.value if capture.dtype else None)
-        if not source.tokenizer and (served := served_model(settings.output)):
+        served = served_model(settings.output) if not source.tokenizer else None
+        if served is not None:
             source = replace(source, tokenizer=str(served.path))
         with make_view(options.total_of(count_samples(data), limit)) as view:
+            if not source.tokenizer and (path := served_path(settings.output)):
+                view.say(
+                    f"The server's model, {path}, is neither a directory here nor in the hub's cache: conversations "
+                    "need --model or --tokenizer."
+                )
             summary = run_on_running_servers(
                 _urls(server, api_key),
                 source,

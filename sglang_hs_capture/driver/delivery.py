@@ -76,6 +76,11 @@ class Delivery:
         self._reconnecting = asyncio.Lock()
         self.resent = 0
 
+    @property
+    def acknowledged(self) -> int:
+        """Samples whose acknowledgement has been read, and whose turn has not ended yet."""
+        return sum(pending.acknowledged for pending in self._pending.values())
+
     def offer(self, record: SampleRecord | FailureRecord) -> tuple[RequestRecord, int] | None:
         """Take one record of a journal; those of other requests are passed over.
 

@@ -187,7 +187,7 @@ class Pump:
         self._view.update(
             Snapshot(
                 done=summary.captured + summary.already + left_out,
-                in_flight=self._window.prompts,
+                in_flight=self._window.prompts - self._delivery.acknowledged,
                 tokens=summary.tokens,
                 rows=counters.rows,
                 bytes=counters.bytes,

@@ -20,9 +20,10 @@ from sglang_hs_capture.driver.server import free_port
 from sglang_hs_capture.driver.source import Source
 from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.driver.target import OwnServer, RunningServers
-from sglang_hs_capture.errors import ConfigError
+from sglang_hs_capture.errors import ConfigError, DatasetMismatchError
 from sglang_hs_capture.layers import Final, make_columns, parse_layers, resolve_boundaries
 from sglang_hs_capture.model_config import ModelConfig, resolve_model_config
+from sglang_hs_capture.store.identity import DATASET_FILE, read_info
 from sglang_hs_capture.store.schema import DatasetInfo
 from sglang_hs_capture.store.session import read_sessions
 
@@ -189,6 +190,12 @@ def run_on_running_servers(
     def expected(there: DatasetInfo) -> list[str]:
         return wanted.differences(there, config)
 
+    # The servers are not asked where nothing is left to be captured.
+    if (settings.output / DATASET_FILE).exists() and (differences := expected(read_info(settings.output))):
+        raise DatasetMismatchError(
+            f"{settings.output} captures differently: {'; '.join(differences)}; leave these options out, or capture "
+            "into another directory"
+        )
     target = RunningServers(urls, settings.output, expected, api_key, CONNECT_GRACE_S)
     return run_capture(target, samples, settings, view, again)
 
@@ -234,10 +241,15 @@ def _answered(directory: Path) -> Iterator[Prepared]:
     yield from Source(paths=[directory / ANSWERS_FILE], tokenizer="").samples(max_length=None, vocab_size=None)
 
 
+def served_path(output: Path) -> str | None:
+    """Where the model of a running server is, by the server's own word, which may be relative to another directory."""
+    sessions = read_sessions(output) if output.is_dir() else []
+    return next((str(record.model["model_path"]) for record in sessions if record.model), None)
+
+
 def served_model(output: Path) -> ModelConfig | None:
     """The model that a running server captures from, by its session record, if its files are here too."""
-    sessions = read_sessions(output) if output.is_dir() else []
-    path = next((str(record.model["model_path"]) for record in sessions if record.model), None)
+    path = served_path(output)
     try:
         return resolve_model_config(path) if path else None
     except ConfigError:

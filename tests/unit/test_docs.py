@@ -120,8 +120,9 @@ def test_the_input_forms_of_the_readme_are_json():
 def test_the_settings_of_the_readme_are_those_of_the_code():
     listed = set(re.findall(r"^\| `(\w+)` \|", TEXTS["README.md"], re.MULTILINE))
     assert listed == set(CaptureConfig.model_fields) - {"run_id"}
-    (overrides,) = re.findall(r"--json-model-override-args '(.*)'", TEXTS["README.md"])
-    CaptureConfig.from_mapping(json.loads(overrides)[CONFIG_KEY])
+    by_hand, after_dashes = re.findall(r"--json-model-override-args '(.*)'", TEXTS["README.md"])
+    CaptureConfig.from_mapping(json.loads(by_hand)[CONFIG_KEY])
+    CaptureConfig.from_mapping({"output_dir": "/data", **json.loads(after_dashes)[CONFIG_KEY]})
 
 
 def test_the_presets_are_those_of_the_code():

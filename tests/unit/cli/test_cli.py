@@ -7,6 +7,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
 from fake_server import INFO, make_sample
@@ -20,6 +21,7 @@ from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.errors import ConfigError, StoreError
 from sglang_hs_capture.model_config import load_model_config
 from sglang_hs_capture.store.hashing import end_hash, prefix_hashes
+from sglang_hs_capture.store.identity import model_identity
 from sglang_hs_capture.store.requests import DroppedRecord, RequestLedger, RequestRecord
 from sglang_hs_capture.store.schema import make_rid, rle_encode, sample_key
 from sglang_hs_capture.store.session import Counters, SessionRecord, write_session
@@ -112,6 +114,40 @@ def test_errors_are_one_line_with_a_code_of_their_own(capsys, tmp_path, model, d
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert said in err
+
+
+def put_captured(output: Path) -> None:
+    """A dataset that a server, whose record is there too, has captured ``data`` into."""
+    store = StoreWriter.open(output, "dp0-pp0", INFO, session_id="5e55", shard_bytes=2**20, min_free_bytes=0)
+    tokens = np.array([1, 2, 3])
+    rows = np.zeros(3 * INFO.row_bytes, np.uint8)
+    extents = store.append(rows, tokens, np.arange(3), prefix_hashes(tokens, 0, 0))
+    store.add_sample(make_rid("hs-", sample_key("a"), 0, end_hash(tokens)), 3, extents, end_hash(tokens))
+    store.close()
+    record = SessionRecord(writer="dp0-pp0", session_id="5e55" * 8, pid=1, host="here", model=model_identity(INFO))
+    write_session(output, record)
+    with RequestLedger.open(output) as ledger:
+        ledger.append(RequestRecord("a", sample_key("a"), 3, end_hash(tokens), rle_encode(np.ones(3, np.uint8)), "x"))
+
+
+def test_other_settings_than_the_datasets_are_refused_where_nothing_is_left(capsys, tmp_path, data):
+    put_captured(tmp_path / "out")
+    ours = ["run", "--server", "http://127.0.0.1:9", "--data", data, "--output", tmp_path / "out"]
+    code, out, err = call(capsys, *ours)
+    assert (code, "Nothing left to do" in out) == (0, True), err
+    code, out, err = call(capsys, *ours, "--dtype", "bfloat16")
+    assert (code, out) == (4, "")
+    assert "captures differently: dtype" in err
+
+
+def test_a_server_whose_model_is_not_here_is_named(capsys, tmp_path):
+    put_captured(tmp_path / "out")
+    talk = tmp_path / "talk.jsonl"
+    talk.write_text(json.dumps({"id": "b", "messages": [{"role": "user", "content": "x"}]}) + "\n")
+    code, _, err = call(capsys, "run", "--server", "http://127.0.0.1:9", "--data", talk, "--output", tmp_path / "out")
+    assert code == 5
+    assert f"The server's model, {INFO.model_path}, is neither a directory here nor in the hub's cache" in err
+    assert "needs a tokenizer: give --model or --tokenizer" in err
 
 
 @pytest.mark.parametrize(

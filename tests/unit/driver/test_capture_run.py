@@ -322,6 +322,13 @@ def test_no_more_is_in_flight_than_allowed(tmp_path):
     assert ids(other) == NAMES
 
 
+def test_what_is_done_is_not_in_flight_any_more(tmp_path):
+    """Together they are never more than there are, so that the total that is shown keeps still."""
+    _, _, view = run(tmp_path, samples(), pump=PumpSettings(max_prompts=4))
+    assert max(snapshot.done + snapshot.in_flight for snapshot in view.snapshots) <= len(NAMES)
+    assert min(snapshot.in_flight for snapshot in view.snapshots) == 0
+
+
 def test_capture_that_stopped_ends_the_run_and_keeps_what_was_acknowledged(tmp_path):
     async def during(server: FakeServer) -> None:
         while len(server.requests) < len(NAMES):
