@@ -45,8 +45,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes.set_xlim(left=0)
     axes.set_xlabel(f"{result['unit']}: median, lowest and highest round")
     machine = result["machine"]
-    axes.set_title(
-        f"{result['benchmark']}, {result['label']}, {machine['gpu']}, SGLang {machine['sglang']}, {machine['date']}",
+    # Of the whole figure, which is wider than the axes beside their names.
+    figure.suptitle(
+        f"{result['benchmark']}, {result['label']}\n{machine['gpu']}, SGLang {machine['sglang']}, {machine['date']}",
         fontsize=9,
     )
     figure.savefig(path, dpi=120)

@@ -1,7 +1,7 @@
 """A captured dataset as a PyTorch dataset: whole samples, read from the shards and checked against their tokens."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
         self._shards: dict[tuple[str, int], tuple[ShardRecord, int]] = {
             (entry.writer, entry.shard): (entry.state.record, entry.state.rows) for entry in index.shards
         }
-        self._shard = lru_cache(_OPEN_SHARDS)(self._open_shard)
+        self._shard = self._opener()
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -186,9 +186,19 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
             end = start + self._stage(part.writer, extents, memory, row_bytes)
             yield start, staging[: end - start], None if scales is None else scales[start:end]
 
-    def _open_shard(self, writer: str, shard: int) -> ShardReader:
-        record, rows = self._shards[writer, shard]
-        return ShardReader(self.path, ShardLayout(self.info, writer, record), rows)
+    def _opener(self) -> Callable[[str, int], ShardReader]:
+        """Opens a writer's shard, and keeps the last ones open.
+
+        It does not know the dataset itself: a cycle would keep files open until the garbage is collected.
+        """
+        path, info, shards = self.path, self.info, self._shards
+
+        @lru_cache(_OPEN_SHARDS)
+        def open_shard(writer: str, shard: int) -> ShardReader:
+            record, rows = shards[writer, shard]
+            return ShardReader(path, ShardLayout(info, writer, record), rows)
+
+        return open_shard
 
     def _read_tokens(self, sample: SampleEntry, part: SamplePart) -> NDArray[np.int64]:
         """The input ids [S] of one part, checked if that was asked for."""
@@ -245,4 +255,4 @@ class HiddenStateDataset(Dataset[dict[str, Any]]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._shard = lru_cache(_OPEN_SHARDS)(self._open_shard)
+        self._shard = self._opener()

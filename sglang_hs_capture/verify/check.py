@@ -190,6 +190,7 @@ class _Check:
             self._check_states(pool, jobs, owners)
         finally:
             pool.shutdown(cancel_futures=True)
+            self._open.cache_clear()  # the cache and this object hold each other, and so would the files stay open
         self._judge_columns(owners)
         self._result.seconds = time.monotonic() - begun
         return self._result

@@ -1,5 +1,7 @@
 """The dataset as a trainer sees it: whole samples with the right bytes, or an error."""
 
+import gc
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,7 @@ from sglang_hs_capture.store.hashing import end_hash, prefix_hashes
 from sglang_hs_capture.store.requests import RequestLedger, RequestRecord
 from sglang_hs_capture.store.schema import DatasetInfo, Media, make_rid, rle_encode, sample_key
 from sglang_hs_capture.store.writer import StoreWriter
+from sglang_hs_capture.verify.check import CheckSettings, CheckView, check_dataset
 
 SHARD = Path("shards") / "dp0-pp0-000000.safetensors"
 PROMPTS = {"a": [1, 2, 3], "b": list(range(50, 62)), "c": [7]}
@@ -335,3 +338,24 @@ def test_images_at_other_positions_than_the_rows_are_noticed(tmp_path):
     with pytest.raises(CorruptionError, match="without its images' positions the stored tokens are not those"):
         dataset[place]
     assert HiddenStateDataset(tmp_path, check=False)[place]["modality_mask"].sum() == 2
+
+
+def open_files(below: Path) -> int:
+    targets = [os.path.realpath(entry) for entry in Path("/proc/self/fd").iterdir()]
+    return sum(target.startswith(str(below)) for target in targets)
+
+
+def test_a_dataset_that_is_let_go_leaves_no_files_open(tmp_path):
+    """At once, and not when the garbage is collected: a loop over many datasets must not run out of files."""
+    capture(tmp_path).close()
+    gc.disable()
+    try:
+        dataset = HiddenStateDataset(tmp_path)
+        check_items(dataset)
+        assert open_files(tmp_path) > 1
+        del dataset
+        assert open_files(tmp_path) == 0
+        check_dataset(tmp_path, CheckSettings(), CheckView())
+        assert open_files(tmp_path) == 0
+    finally:
+        gc.enable()
