@@ -31,6 +31,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,6 @@ class Load:
 
     def __init__(self, url: str, arguments: argparse.Namespace, vocab_size: int) -> None:
         self._url, self._arguments, self._vocab_size = url, arguments, vocab_size
-        self._elements = 0
 
     def round(self, kind: str, number: int, times: int = 1) -> Timing:
         """Send one round, or several back to back; ``off`` and ``on`` of the same ``number`` have the same prompts."""
@@ -134,14 +134,14 @@ class Load:
         print(f"{kind:>20} {number:3}: {timing.rate:10.0f} tokens/s{acknowledged}", flush=True)
         return timing
 
+    @cached_property
     def list_elements(self) -> int:
-        """Ask how many numbers ``return_hidden_states`` gives for each token, for the rounds of it."""
-        self._elements = returned_elements(self._url, self._vocab_size)
-        return self._elements
+        """How many numbers ``return_hidden_states`` gives for each token; the server is asked once."""
+        return returned_elements(self._url, self._vocab_size)
 
     def _lists_fields(self) -> dict[str, Any]:
         # One token is generated, since without any SGLang returns no states. A number has a digit and a comma at least.
-        least = 2 * self._elements * self._arguments.length
+        least = 2 * self.list_elements * self._arguments.length
         return {"return_hidden_states": True, "max_new_tokens": 1, "least_bytes": least}
 
     def host_memory(self) -> int | None:
@@ -167,7 +167,7 @@ def measure(load: Load, url: str, kinds: Sequence[str], arguments: argparse.Name
         if kind != LISTS:
             load.round(kind, -1)  # the first prefill compiles kernels
         else:
-            found.list_elements = load.list_elements()
+            found.list_elements = load.list_elements
     found.warm_bytes, blocked = device_memory(), load.blocked()
     for number in range(arguments.rounds):
         shift = number % len(kinds)
@@ -197,20 +197,19 @@ def build_report(arguments: argparse.Namespace, label: str, plugin: Measured, up
         "on / off, by answers": [b.rate / a.rate for a, b in zip(off, on, strict=True)],
         "on / off, by acknowledgement": [b.acknowledged_rate / a.rate for a, b in zip(off, on, strict=True)],
     }
-    if upstream is not None and arguments.own_boundaries:
-        name = f"`return_hidden_states`, boundaries {', '.join(map(str, arguments.own_boundaries))}"
-        series[name] = [t.rate for t in upstream.timings[LISTS]]
-        ratios[f"on, by acknowledgement / {name}"] = [
-            a.acknowledged_rate / b.rate for a, b in zip(on, upstream.timings[LISTS], strict=True)
-        ]
+    lists = {"`return_hidden_states`": plugin.timings.get(LISTS, [])}
     if upstream is not None:
+        if arguments.own_boundaries:
+            boundaries = ", ".join(map(str, arguments.own_boundaries))
+            lists[f"`return_hidden_states`, boundaries {boundaries}"] = upstream.timings[LISTS]
         own = statistics.median(series["SGLang's own class"])
         ratios["off / SGLang's own class"] = [t.rate / own for t in off]
-    if lists := plugin.timings.get(LISTS):
-        series["`return_hidden_states`"] = [t.rate for t in lists]
-        ratios["on, by acknowledgement / `return_hidden_states`"] = [
-            a.acknowledged_rate / b.rate for a, b in zip(on, lists, strict=True)
-        ]
+    for name, timings in lists.items():
+        if timings:
+            series[name] = [t.rate for t in timings]
+            ratios[f"on, by acknowledgement / {name}"] = [
+                a.acknowledged_rate / b.rate for a, b in zip(on, timings, strict=True)
+            ]
     if plugin.sustained:
         without, captured = plugin.sustained[OFF], plugin.sustained[ON]
         series |= {

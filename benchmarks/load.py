@@ -224,7 +224,7 @@ async def _round(
 
 
 def returned_elements(url: str, vocab_size: int) -> int:
-    """How many numbers ``return_hidden_states`` returns for each token of a prompt: the width of its states, or theirs.
+    """How many numbers ``return_hidden_states`` returns for each token of a prompt: those of all its states together.
 
     Raises:
         RuntimeError: not every token has as many.

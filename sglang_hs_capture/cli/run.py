@@ -132,8 +132,7 @@ def run(
     source = given.source(data, model, share=4)
     if server:
         wanted = Wanted(capture.layers, capture.final, capture.dtype.value if capture.dtype else None)
-        served = served_model(settings.output) if not source.tokenizer else None
-        if served is not None:
+        if not source.tokenizer and (served := served_model(settings.output)):
             source = replace(source, tokenizer=str(served.path))
         with make_view(options.total_of(count_samples(data), limit)) as view:
             if not source.tokenizer and (path := served_path(settings.output)):

@@ -20,10 +20,10 @@ from sglang_hs_capture.driver.server import free_port
 from sglang_hs_capture.driver.source import Source
 from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.driver.target import OwnServer, RunningServers
-from sglang_hs_capture.errors import ConfigError, DatasetMismatchError
+from sglang_hs_capture.errors import ConfigError
 from sglang_hs_capture.layers import Final, make_columns, parse_layers, resolve_boundaries
 from sglang_hs_capture.model_config import ModelConfig, resolve_model_config
-from sglang_hs_capture.store.identity import DATASET_FILE, read_info
+from sglang_hs_capture.store.identity import DATASET_FILE
 from sglang_hs_capture.store.schema import DatasetInfo
 from sglang_hs_capture.store.session import read_sessions
 
@@ -190,13 +190,10 @@ def run_on_running_servers(
     def expected(there: DatasetInfo) -> list[str]:
         return wanted.differences(there, config)
 
-    # The servers are not asked where nothing is left to be captured.
-    if (settings.output / DATASET_FILE).exists() and (differences := expected(read_info(settings.output))):
-        raise DatasetMismatchError(
-            f"{settings.output} captures differently: {'; '.join(differences)}; leave these options out, or capture "
-            "into another directory"
-        )
     target = RunningServers(urls, settings.output, expected, api_key, CONNECT_GRACE_S)
+    # The servers are not asked where nothing is left to be captured.
+    if (settings.output / DATASET_FILE).exists():
+        target.check_settings()
     return run_capture(target, samples, settings, view, again)
 
 

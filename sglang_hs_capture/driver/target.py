@@ -163,13 +163,22 @@ class RunningServers(Target):
                 f"--output {self._directory}`, and see its log for a warning about sglang_hs_capture"
             )
         self._check_replicas(sessions)
-        if differences := self._expected(read_info(self._directory)):
-            raise DatasetMismatchError(
-                f"the server at {where} captures differently: {'; '.join(differences)}; leave these options out, "
-                "or start the server with them"
-            )
+        self.check_settings()
         say(f"The server at {where} captures {', '.join(sessions[0].model['columns'])} into {self._directory}.")
         return sessions
+
+    def check_settings(self) -> None:
+        """Compare what the dataset holds with what was asked for; the servers are not needed for it.
+
+        Raises:
+            DatasetMismatchError: they differ.
+            StoreError: there is no dataset.
+        """
+        if differences := self._expected(read_info(self._directory)):
+            raise DatasetMismatchError(
+                f"the server of {self._directory} captures differently: {'; '.join(differences)}; leave these options "
+                "out, or start the server with them"
+            )
 
     def _check_replicas(self, sessions: list[SessionRecord]) -> None:
         """See that each server has a writer for every column, under a name of its own."""

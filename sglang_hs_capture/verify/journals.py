@@ -105,12 +105,10 @@ def read_journal(directory: Path, writer: str, findings: Findings) -> Journal:
     """
     path = journal_path(directory, writer)
     journal = Journal(Replay(writer))
-    begun = False
     for number, raw in sound_lines(path, "journal-line", findings, journal.counts):
-        if not begun and raw["t"] != "journal" and not journal.counts.damaged:
+        if number == 1 and raw["t"] != "journal":
             text = f"line {number}: a {raw['t']!r} record, and no line before it says whose journal this is"
             findings.add(Finding("journal-record", text, path.name))
-        begun = True
         shard = raw.get("shard")
         if raw["t"] in {"rows", "finished"} and isinstance(shard, int) and shard not in journal.replay.shards:
             recovered = record_of_header(ShardPaths.of(directory, writer, shard).finished, shard)

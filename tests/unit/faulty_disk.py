@@ -255,6 +255,12 @@ class ForgetfulOS(FaultyOS):
             (target / name).write_bytes(_mix(name, durable, now, rng) if rng else durable)
 
 
+def open_files(directory: Path) -> list[str]:
+    """What this process has open below a folder."""
+    paths = [path_of(int(fd)) for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+    return [path for path in paths if str(directory) in path]
+
+
 def join_store_threads() -> None:
     """Wait until the threads of all stores whose disk has failed for good have ended."""
     for thread in threading.enumerate():

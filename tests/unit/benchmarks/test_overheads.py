@@ -28,8 +28,7 @@ class RecordingLoad:
         self.rounds.append((kind, number, times))
         return Timing(100 * times, 0, 1.0, 2.0)
 
-    def list_elements(self) -> int:
-        return 3
+    list_elements = 3
 
     def host_memory(self) -> int:
         return 11
@@ -198,7 +197,6 @@ def test_off_and_on_of_a_number_have_the_same_prompts_and_only_one_is_captured(t
     arguments = argparse.Namespace(output=tmp_path, prompts=2, length=3, return_hidden_states_prompts=1)
     load = capture_overhead.Load("", arguments, vocab_size=100)
     monkeypatch.setattr(capture_overhead, "returned_elements", lambda url, vocab_size: 7)
-    load.list_elements()
     for kind in (OFF, ON, LISTS):
         load.round(kind, 5, times=2)
     off, on, lists = sent

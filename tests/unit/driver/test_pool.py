@@ -470,8 +470,7 @@ def test_a_run_goes_on_when_one_of_its_servers_is_lost_and_when_it_comes_back(tm
 
     async def main() -> tuple[Summary, FakeServer, FakeServer]:
         async def lose_and_return(first: FakeServer) -> None:
-            while len(first.requests) < 5:
-                await asyncio.sleep(0.001)
+            await has_had(first, 5)
             await first.go_away()
             await asyncio.sleep(0.3)
             await first.come_back()
@@ -507,6 +506,12 @@ def _quick(monkeypatch):
     monkeypatch.setattr(pool_module, "RETRY_PAUSE_S", 0.01)
     monkeypatch.setattr(pump, "WATCH_INTERVAL_S", 0.01)
     monkeypatch.setattr(pump, "SESSION_INTERVAL_S", 0.02)
+
+
+async def has_had(server: FakeServer, requests: int) -> None:
+    """Wait until a server has been sent so many requests."""
+    while len(server.requests) < requests:
+        await asyncio.sleep(0.001)
 
 
 def run_on_two(
@@ -553,8 +558,7 @@ def test_a_server_that_fails_at_once_makes_no_sample_fail(tmp_path):
 @pytest.mark.usefixtures("_quick")
 def test_a_run_goes_on_when_capture_stops_on_one_of_its_servers(tmp_path):
     async def during(first: FakeServer, second: FakeServer) -> None:
-        while len(first.requests) < 5:
-            await asyncio.sleep(0.001)
+        await has_had(first, 5)
         first.stop_capture("no space: less than 2.0 GB free", "DiskFullError")
 
     summary, first, second, lines = run_on_two(tmp_path, during, lambda number, rid: "ok" if number < 3 else "silent")
@@ -570,11 +574,9 @@ def test_a_run_goes_on_when_capture_stops_on_one_of_its_servers(tmp_path):
 def test_a_server_whose_capture_stopped_is_used_again_when_it_was_started_anew(tmp_path):
     async def during(first: FakeServer, second: FakeServer) -> None:
         second.behave = lambda number, rid: "slow"
-        while len(first.requests) < 5:
-            await asyncio.sleep(0.001)
+        await has_had(first, 5)
         first.stop_capture("broken")
-        while len(second.requests) < 20:
-            await asyncio.sleep(0.001)
+        await has_had(second, 20)
         first.behave, first.requests = (lambda number, rid: "ok"), []
         first.start_anew()
 
@@ -604,8 +606,7 @@ ELSEWHERE = [
 def test_a_server_that_is_another_when_it_comes_back_gets_no_work(tmp_path, info, reason):
     async def during(first: FakeServer, second: FakeServer) -> None:
         second.behave = lambda number, rid: "slow"
-        while len(first.requests) < 5:
-            await asyncio.sleep(0.001)
+        await has_had(first, 5)
         first.info, first.behave = info(tmp_path), lambda number, rid: "cut"
         await asyncio.sleep(0.3)
         first.requests.clear()
@@ -621,8 +622,7 @@ def test_a_server_that_is_another_when_it_comes_back_gets_no_work(tmp_path, info
 def test_it_gets_work_again_once_it_is_what_it_was(tmp_path):
     async def during(first: FakeServer, second: FakeServer) -> None:
         second.behave = lambda number, rid: "slow"
-        while len(first.requests) < 5:
-            await asyncio.sleep(0.001)
+        await has_had(first, 5)
         first.info, first.behave = {}, lambda number, rid: "cut"
         await asyncio.sleep(0.3)
         first.requests.clear()
@@ -646,8 +646,7 @@ def test_the_only_server_that_comes_back_as_another_ends_the_run_with_the_reason
         async with FakeServer(tmp_path, lambda number, rid: "cut" if number > 2 else "ok") as server:
 
             async def during() -> None:
-                while len(server.requests) < 4:
-                    await asyncio.sleep(0.001)
+                await has_had(server, 4)
                 server.info, server.requests = settings_of(output_dir=str(tmp_path / "other")), []
 
             target = RunningServers([server.url], tmp_path, expected=lambda info: [], api_key=None, grace_s=2.0)

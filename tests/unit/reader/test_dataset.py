@@ -1,7 +1,6 @@
 """The dataset as a trainer sees it: whole samples with the right bytes, or an error."""
 
 import gc
-import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from faulty_disk import open_files
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 from toy_store import append_tokens, make_info, open_store, put_sample, scales_of, states_of
@@ -340,11 +340,6 @@ def test_images_at_other_positions_than_the_rows_are_noticed(tmp_path):
     assert HiddenStateDataset(tmp_path, check=False)[place]["modality_mask"].sum() == 2
 
 
-def open_files(below: Path) -> int:
-    targets = [os.path.realpath(entry) for entry in Path("/proc/self/fd").iterdir()]
-    return sum(target.startswith(str(below)) for target in targets)
-
-
 def test_a_dataset_that_is_let_go_leaves_no_files_open(tmp_path):
     """At once, and not when the garbage is collected: a loop over many datasets must not run out of files."""
     capture(tmp_path).close()
@@ -352,10 +347,10 @@ def test_a_dataset_that_is_let_go_leaves_no_files_open(tmp_path):
     try:
         dataset = HiddenStateDataset(tmp_path)
         check_items(dataset)
-        assert open_files(tmp_path) > 1
+        assert len(open_files(tmp_path)) > 1
         del dataset
-        assert open_files(tmp_path) == 0
+        assert open_files(tmp_path) == []
         check_dataset(tmp_path, CheckSettings(), CheckView())
-        assert open_files(tmp_path) == 0
+        assert open_files(tmp_path) == []
     finally:
         gc.enable()

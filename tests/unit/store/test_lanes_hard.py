@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faulty_disk import GatedOS, disk, path_of
+from faulty_disk import GatedOS, disk, open_files
 from toy_store import make_info, open_store, put_sample, queue_sample, scales_of, states_of, until
 
 from sglang_hs_capture import HiddenStateDataset
@@ -40,12 +40,6 @@ def nothing() -> None:
 
 def store_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("hs-capture-store")]
-
-
-def open_files(directory: Path) -> list[str]:
-    """What this process has open below a folder."""
-    paths = [path_of(int(fd)) for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
-    return [path for path in paths if str(directory) in path]
 
 
 def tokens_of(rid: str) -> list[int]:
