@@ -80,7 +80,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="a model directory in place of the shape, to try the script")
     parser.add_argument("--label", help="name of what is measured in the results' names; default: the model's")
     parser.add_argument("sglang", nargs="*", help="further SGLang flags, after --")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.own_boundaries and (arguments.skip_upstream or not arguments.return_hidden_states_prompts):
+        parser.error(
+            "--own-boundaries: expected SGLang's own class to be served and asked for lists: leave out --skip-upstream "
+            "and give --return-hidden-states-prompts above 0"
+        )
+    return arguments
 
 
 @dataclass

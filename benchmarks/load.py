@@ -272,10 +272,12 @@ async def _acknowledged(watch: JournalWatch, rids: list[str], started: float) ->
 
 
 def device_memory() -> int | None:
-    """Bytes of GPU memory in use, by all processes on all GPUs of the machine together; None without a GPU."""
+    """Bytes of GPU memory in use, by all processes on all GPUs that CUDA may use here together; None without a GPU."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command.append(f"--id={visible}")  # what other programs hold on the others is none of ours
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return sum(map(int, done.stdout.split())) * 2**20 if done.returncode == 0 else None
 

@@ -224,8 +224,18 @@ def test_the_server_says_what_memory_it_uses(server):
     assert server_memory(server.url) == {"weight": 1.5}
 
 
-@pytest.mark.parametrize(("script", "bytes_used"), [("echo 100; echo 20", 120 * 2**20), ("exit 9", None)])
-def test_device_memory_is_of_all_gpus(tmp_path, monkeypatch, script, bytes_used):
+@pytest.mark.parametrize(
+    ("visible", "script", "bytes_used"),
+    [
+        (None, "echo 100; echo 20", 120 * 2**20),
+        (None, "exit 9", None),
+        ("1", 'case "$*" in *--id=1) echo 20;; *) echo 100; echo 20;; esac', 20 * 2**20),
+    ],
+)
+def test_device_memory_is_of_all_gpus_that_may_be_used(tmp_path, monkeypatch, visible, script, bytes_used):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)

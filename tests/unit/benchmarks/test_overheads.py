@@ -112,6 +112,15 @@ def test_boundaries_that_sglang_returns_itself_are_a_baseline_too():
     assert flags[-3:] == ["--return-aux-hidden-state-layer-ids", "1", "3"]
 
 
+@pytest.mark.parametrize("left_out", [["--skip-upstream"], ["--return-hidden-states-prompts", "0"]])
+def test_boundaries_that_nothing_would_return_are_refused(monkeypatch, capsys, left_out):
+    words = ["capture_overhead", "--output", "/nowhere", *left_out, "--own-boundaries", "1", "3"]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit):
+        capture_overhead.parse_arguments()
+    assert "--own-boundaries: expected SGLang's own class" in capsys.readouterr().err
+
+
 def test_what_was_left_out_is_not_reported():
     plugin, _ = capture_timings()
     del plugin.timings[LISTS]
