@@ -29,6 +29,7 @@ import os
 import shutil
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -101,6 +102,7 @@ class Measured:
             None without any.
         host_bytes: of host memory of the server that captures, at the end; with the ring, without the files.
         server: what it says of its own memory.
+        start_s: seconds until the server was healthy, in which kernels may be compiled.
         list_elements: numbers that ``return_hidden_states`` gave for each token; None where it was not measured.
     """
 
@@ -111,6 +113,7 @@ class Measured:
     blocked_share: float | None = None
     host_bytes: int | None = None
     server: dict[str, Any] = field(default_factory=dict)
+    start_s: float | None = None
     list_elements: int | None = None
 
 
@@ -230,6 +233,7 @@ def build_report(arguments: argparse.Namespace, label: str, plugin: Measured, up
         "share of the time with capture for which the ring was full": plugin.blocked_share,
         "device memory on all GPUs with capture, GB": _gigabytes(plugin.end_bytes),
         "host memory with capture, GB": _gigabytes(plugin.host_bytes),
+        "start of the server, s": plugin.start_s,
     }
     if upstream is not None:
         figures |= {
@@ -311,9 +315,12 @@ def measure_servers(arguments: argparse.Namespace, model: Path, label: str) -> R
             flags += ["--max-total-tokens", str(arguments.prompts * (arguments.length + 64)), *arguments.sglang]
             if name == "upstream" and arguments.own_boundaries:
                 flags += own_boundaries_flags(arguments.own_boundaries)
+            began = time.monotonic()
             with served(model, log, flags, environment) as url:
+                start_s = time.monotonic() - began
                 served_kinds = kinds if name == "plugin" else tuple(kind for kind in kinds if kind != ON)
                 found[name] = measure(Load(url, arguments, config["vocab_size"]), url, served_kinds, arguments)
+            found[name].start_s = start_s
     report = build_report(arguments, label, found["plugin"], found.get("upstream"))
     sessions = read_sessions(arguments.output)
     report.details["session_counters"] = {record.writer: vars(record.counters) for record in sessions}

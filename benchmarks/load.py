@@ -87,7 +87,7 @@ _servers = itertools.count()
 
 @contextlib.contextmanager
 def served(model: Path, log: Path, flags: Sequence[str], environment: dict[str, str]) -> Iterator[str]:
-    """Run ``sglang.launch_server`` and give its URL once it is healthy.
+    """Run ``sglang.launch_server`` and give its URL once it is healthy; its output is appended to ``log``.
 
     Raises:
         RuntimeError: it ended, or did not become healthy; with the end of its log.
@@ -96,7 +96,7 @@ def served(model: Path, log: Path, flags: Sequence[str], environment: dict[str, 
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port), *flags]
     # If this process ends, by whatever signal, the server must not stay on the GPU.
     command = [sys.executable, "-m", "sglang_hs_capture.driver.child", str(os.getpid()), *command]
-    with log.open("wb") as output:
+    with log.open("ab") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment}, start_new_session=True
         )

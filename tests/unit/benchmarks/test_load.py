@@ -271,8 +271,9 @@ def test_a_server_does_not_outlive_a_benchmark_that_is_killed(tmp_path):
         f"echo $$ > {tmp_path}/pid\nexec sleep 1000\n"
     )
     fake.chmod(0o755)
-    root = Path(load.__file__).parents[1]
-    benchmark = subprocess.Popen([sys.executable, "-c", program, str(fake), str(tmp_path / "log")], cwd=root)
+    root, log = Path(load.__file__).parents[1], tmp_path / "log"
+    log.write_text("of the server before\n")
+    benchmark = subprocess.Popen([sys.executable, "-c", program, str(fake), str(log)], cwd=root)
     try:
         deadline = time.monotonic() + 60
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
@@ -285,3 +286,4 @@ def test_a_server_does_not_outlive_a_benchmark_that_is_killed(tmp_path):
     while Path(f"/proc/{server}").exists() and "sleep" in Path(f"/proc/{server}/cmdline").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    assert log.read_text().startswith("of the server before\n"), "a failure of one server is looked for in all logs"

@@ -65,7 +65,13 @@ def capture_timings() -> tuple[Measured, Measured]:
     lists = [Timing(10, 0, 1.0, None), Timing(10, 0, 1.0, None)]
     sustained = {OFF: Timing(5000, 0, 5.0, None), ON: Timing(5000, 0, 5.0, 10.0)}
     plugin = Measured(
-        {OFF: off, ON: on, LISTS: lists}, sustained, 3 * 10**9, 4 * 10**9, blocked_share=0.25, host_bytes=8 * 10**9
+        {OFF: off, ON: on, LISTS: lists},
+        sustained,
+        3 * 10**9,
+        4 * 10**9,
+        blocked_share=0.25,
+        host_bytes=8 * 10**9,
+        start_s=30.0,
     )
     upstream = Measured({OFF: [Timing(1000, 0, 0.5, None)]}, {}, warm_bytes=2 * 10**9, end_bytes=2 * 10**9)
     return plugin, upstream
@@ -96,6 +102,7 @@ def test_capture_is_rated_by_answers_and_by_acknowledgement():
         "share of the time with capture for which the ring was full": 0.25,
         "device memory on all GPUs with capture, GB": 4.0,
         "host memory with capture, GB": 8.0,
+        "start of the server, s": 30.0,
         "extra device memory with capture, GB": 1.0,
         "the same after all rounds, GB": 2.0,
     }
@@ -133,6 +140,7 @@ def test_what_was_left_out_is_not_reported():
         "share of the time with capture for which the ring was full",
         "device memory on all GPUs with capture, GB",
         "host memory with capture, GB",
+        "start of the server, s",
     ]
 
 
