@@ -19,6 +19,10 @@ CONNECT_TIMEOUT_S = 30.0
 # For questions beside the work, which a server answers at once or not at all.
 ASIDE_TIMEOUT = aiohttp.ClientTimeout(total=30.0)
 RETRY_PAUSE_S = 1.0
+# SGLang closes a connection that was idle for 5 s. One that it is just closing must not get a prompt.
+IDLE_S = 2.0
+# An SGLang that shuts down says so at once; one that is only held up says that it is ill after 20 s.
+AT_ONCE_S = 5.0
 MESSAGE_LIMIT = 500
 BUSY = (429, 503)
 BUSY_REPLY = object()
@@ -103,7 +107,7 @@ class ServerClient:
         if api_key:
             headers = {"Authorization": f"Bearer {api_key}"}
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             headers=headers,
         )
@@ -252,6 +256,15 @@ class ServerClient:
         try:
             async with self._session.get(f"{self.url}/health", timeout=ASIDE_TIMEOUT) as response:
                 return response.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
+    async def shuts_down(self) -> bool:
+        """Whether the server says that it takes no more work, though it would: it ends when it has none."""
+        began = time.monotonic()
+        try:
+            async with self._session.get(f"{self.url}/health", timeout=ASIDE_TIMEOUT) as response:
+                return response.status == 503 and time.monotonic() - began < AT_ONCE_S
         except (aiohttp.ClientError, TimeoutError, OSError):
             return False
 

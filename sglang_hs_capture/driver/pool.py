@@ -4,7 +4,7 @@ import asyncio
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,6 +26,8 @@ SLOW_S = 5.0
 # One that has had it for so long, and others nothing to do, may be one that is not there any more: a machine that lost
 # its power closes no connection.
 SILENT_S = 60.0
+# How often a server with work is asked whether it shuts down.
+LEAVING_S = 10.0
 
 Say = Callable[[str], None]
 Reply = TypeVar("Reply")
@@ -67,8 +69,12 @@ class Server:
         up: whether it could be reached when last tried.
         stopped: why it captures no more; None while it does.
         unfit: why it gets nothing although it is up again, since it is not the server that it was; None where it is.
+        ended: whether its capture was ended in order, as when the server was told to stop.
+        leaving: whether it shuts down; it would take prompts all the same, and not end for as long as they come.
         idle: whether it had nothing to do when the pool last looked.
         asked: whether it is being asked for a sign of life.
+        asked_at: when it was last asked whether it shuts down.
+        check: under way where a connection broke and it is not known whether the server is lost.
     """
 
     def __init__(self, client: ServerClient, replicas: frozenset[str] | None = None) -> None:
@@ -78,8 +84,12 @@ class Server:
         self.up = True
         self.stopped: HsCaptureError | None = None
         self.unfit: HsCaptureError | None = None
+        self.ended = False
+        self.leaving = False
         self.idle = False
         self.asked = False
+        self.asked_at = time.monotonic()
+        self.check: asyncio.Future[bool] | None = None
         self._prefixes: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -91,6 +101,11 @@ class Server:
     def captures(self) -> bool:
         """Whether it captures into this dataset, as far as it is known, once it can be reached."""
         return self.stopped is None and self.unfit is None
+
+    @property
+    def stops(self) -> bool:
+        """Whether it was told to stop, or has."""
+        return self.ended or self.leaving
 
     def known(self, hashes: Sequence[int]) -> int:
         """How many of a prompt's blocks, from its beginning, it has computed or is computing."""
@@ -208,7 +223,7 @@ class ServerPool:
                 raise MovedError(flight.moved) from None
             raise
         except ConnectionError as error:
-            self._lost(server, error)
+            await self._doubt(server, error)
             raise
         finally:
             del server.flights[flight]
@@ -261,6 +276,35 @@ class ServerPool:
         if errors and len(errors) == len(self.servers):
             raise latest or next(iter(errors.values()))
 
+    def note_ends(self, ended: Collection[str]) -> None:
+        """Take work from servers that were told to stop, and would answer nothing any more.
+
+        Args:
+            ended: the replicas whose capture was ended in order, such as ``dp0``.
+        """
+        known = {replica for server in self.servers for replica in server.replicas or ()}
+        strays = [replica for replica in ended if replica not in known]
+        unknown = [server for server in self.servers if server.replicas is None]
+        for server in self.servers:
+            mine = (server.replicas or frozenset()) & set(ended)
+            server.ended = bool(mine) or (bool(strays) and unknown == [server])
+            if server.ended and server.up:
+                self._lost(server, ConnectionError("it was told to stop"))
+                server.let_go(server.flights, f"{server.client.url} was told to stop")
+
+    def look_for_leaving(self) -> None:
+        """Ask servers that have work whether they shut down, each now and then; to be called from time to time."""
+        now = time.monotonic()
+        for server in self.servers:
+            if server.usable and server.flights and now - server.asked_at >= LEAVING_S:
+                server.asked_at = now
+                self._beside(self._ask_leaving(server))
+
+    async def _ask_leaving(self, server: Server) -> None:
+        if await server.client.shuts_down() and server in self.servers and server.up:
+            server.leaving = True
+            self._lost(server, ConnectionError("it shuts down"))
+
     def rebalance(self) -> None:
         """Give half of what the busiest server has in flight, the latest sent, to those that have nothing to do.
 
@@ -300,9 +344,10 @@ class ServerPool:
 
     def _choose(self, hashes: Sequence[int], tried: set[Server]) -> Server:
         candidates = [server for server in self.servers if server.usable]
-        candidates = candidates or [server for server in self.servers if server.captures]
+        candidates = candidates or [server for server in self.servers if server.captures and not server.stops]
         if not candidates:
-            raise NoServerError("no server is left")
+            told = any(server.stops for server in self.servers)
+            raise NoServerError(f"{self.url}: told to stop" if told else "no server is left")
         candidates = [server for server in candidates if server not in tried] or candidates
         candidates = [server for server in candidates if len(server.flights) < self.max_prompts] or candidates
         least = min(server.tokens for server in candidates)
@@ -323,17 +368,39 @@ class ServerPool:
                 found[server] = stops[mine[0]]
         return found
 
+    def _heir(self) -> str:
+        """Who gets the work of a server that cannot be used any more, for a message."""
+        return "Its work goes to the other servers." if self.usable else "No other can be used; it is waited for."
+
     def _stop(self, server: Server, error: HsCaptureError) -> None:
         server.stopped = error
         if any(other.stopped is None for other in self.servers):
-            self._say(f"{server.client.url}: {error}. Its work goes to the other servers.")
+            self._say(f"{server.client.url}: {error}. {self._heir()}")
         server.let_go(server.flights, f"{server.client.url}: {error}")
+
+    async def _doubt(self, server: Server, error: ConnectionError) -> None:
+        """A connection broke: is the server lost? It is asked once for all prompts.
+
+        One that is well may have closed a connection that was idle, and may as well be another one in its place.
+        """
+        if not server.up or server not in self.servers:
+            return
+        if server.check is None:
+            server.check = asyncio.ensure_future(self._is_back(server))
+        check = server.check
+        try:
+            well = await asyncio.shield(check)
+        finally:
+            if check.done():
+                server.check = None
+        if not well:
+            self._lost(server, error)
 
     def _lost(self, server: Server, error: ConnectionError) -> None:
         if server.up and server in self.servers:
             server.up = False
             if len(self.servers) > 1:
-                self._say(f"Lost {server.client.url} ({error}). Its work goes to the other servers.")
+                self._say(f"Lost {server.client.url} ({error}). {self._heir()}")
             server.let_go((), "")
             self._probe(server)
 
@@ -360,7 +427,8 @@ class ServerPool:
 
     async def _is_back(self, server: Server) -> bool:
         """Whether a server can be reached and is the one it was; where it is another, that is told once."""
-        if not await server.client.healthy():
+        # Of one that was told to stop the HTTP server may live on for a while; a new one has a new session record.
+        if server.ended or not await server.client.healthy():
             return False
         if self._check_returned is not None:
             try:
@@ -370,7 +438,7 @@ class ServerPool:
                     self._say(f"{server.client.url} is up again and gets no work: {error}.")
                 server.unfit = error
                 return False
-        server.unfit = None
+        server.unfit, server.leaving = None, False
         return True
 
 

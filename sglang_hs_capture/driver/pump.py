@@ -167,8 +167,11 @@ class Pump:
     def _check_health(self) -> None:
         self._target.check_alive()
         self._sessions.poll()
-        self._target.pool.note_stops(self._sessions.stops())
-        self._target.pool.rebalance()
+        pool = self._target.pool
+        pool.note_stops(self._sessions.stops())
+        pool.note_ends(self._sessions.ends())
+        pool.look_for_leaving()
+        pool.rebalance()
         rows = self._sessions.counters().rows
         if rows != self._rows or not self._window.prompts:
             self._rows, self._moved_at = rows, time.monotonic()

@@ -109,6 +109,10 @@ class SessionWatch:
                 found.setdefault(replica_of(record), kind(f"capture has stopped: {reason}{safe}; run again to go on"))
         return found
 
+    def ends(self) -> set[str]:
+        """The servers or replicas, such as ``dp0``, whose capture was ended in order and has not begun anew."""
+        return {replica_of(record) for *_, record in self._sessions.values() if record.state == "closed"}
+
     def counters(self) -> Counters:
         """What all writers together have done since the watch began.
 

@@ -104,6 +104,46 @@ def test_a_server_that_accepts_and_answers_nothing_is_not_waited_for(monkeypatch
     asyncio.run(main())
 
 
+def test_a_connection_that_was_idle_for_long_gets_no_prompt(monkeypatch):
+    """The server is about to close it: a prompt that is sent just then would be lost."""
+    monkeypatch.setattr(client, "IDLE_S", 0.1)
+    connections = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        while await reader.readuntil(b"\r\n\r\n"):
+            writer.write(reply(b"{}"))
+            await writer.drain()
+
+    async def main() -> list[int]:
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        asked = ServerClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        counts = []
+        for pause in (0.0, 0.0, 0.3):
+            await asyncio.sleep(pause)
+            assert await asked.healthy()
+            counts.append(len(connections))
+        await asked.close()
+        server.close()
+        return counts
+
+    assert asyncio.run(main()) == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("answer", "leaves"),
+    [(reply(b"", b"503 Service Unavailable"), True), (reply(b""), False), (reply(b"", b"500 No"), False), (b"", False)],
+)
+def test_a_server_that_shuts_down_says_so(answer, leaves):
+    assert ask(answer, lambda asked: asked.shuts_down())[0] is leaves
+
+
+def test_a_server_that_is_held_up_does_not_shut_down(monkeypatch):
+    """SGLang says the same, HTTP 503, when nothing came of a question for 20 s."""
+    monkeypatch.setattr(client, "AT_ONCE_S", 0.0)
+    assert ask(reply(b"", b"503 Service Unavailable"), lambda asked: asked.shuts_down())[0] is False
+
+
 def test_a_password_is_sent_and_not_shown():
     url = []
 

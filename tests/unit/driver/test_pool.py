@@ -40,7 +40,7 @@ class Client:
     """Plays one server's client; a prompt stays in flight until the gate is opened."""
 
     def __init__(self, name: str) -> None:
-        self.url, self.up = name, True
+        self.url, self.up, self.leaving = name, True, False
         self.sent: list[list[int]] = []
         self.gate = asyncio.Event()
 
@@ -56,6 +56,9 @@ class Client:
 
     async def answers(self) -> bool:
         return self.up
+
+    async def shuts_down(self) -> bool:
+        return self.leaving
 
     async def wait_healthy(self, grace_s: float) -> bool:
         while not self.up and grace_s > 0:
@@ -322,6 +325,97 @@ async def test_the_last_prompt_of_a_server_that_is_not_there_any_more_goes_to_an
 
 
 @in_a_loop
+async def test_a_connection_that_breaks_is_no_loss_of_a_server_that_is_well():
+    """SGLang closes connections that were idle, and may do so just when a prompt is sent."""
+    said: list[str] = []
+    clients = [Client("a"), Client("b")]
+    pool = pool_of(clients, said.append)
+
+    async def broken(client: Client) -> str:
+        raise ConnectionError(f"{client.url}: can not write")
+
+    outcomes = await asyncio.gather(
+        *(pool.serve(tokens(n, 10), broken, set()) for n in range(20)), return_exceptions=True
+    )
+    assert {type(outcome) for outcome in outcomes} == {ConnectionError}
+    assert said == []
+    assert all(server.usable for server in pool.servers)
+    clients[0].up = False
+    with pytest.raises(ConnectionError):
+        await pool.serve(tokens(0, 10), broken, {pool.servers[1]})
+    assert not pool.servers[0].usable
+    assert said == ["Lost a (a: can not write). Its work goes to the other servers."]
+    await pool.close()
+
+
+@in_a_loop
+async def test_a_server_whose_capture_was_ended_gives_its_work_back_until_it_begins_anew(monkeypatch):
+    monkeypatch.setattr("sglang_hs_capture.driver.pool.RETRY_PAUSE_S", 0.01)
+    said: list[str] = []
+    clients = [Client("a"), Client("b")]
+    pool = pool_of(clients, said.append)
+    (task,) = await send(pool, [tokens(0, 10)])
+    pool.note_ends({"dp0"})
+    with pytest.raises(MovedError, match="a was told to stop"):
+        await task
+    await asyncio.sleep(0.05)
+    pool.note_ends({"dp0"})
+    assert said == ["Lost a (it was told to stop). Its work goes to the other servers."]
+    assert not pool.servers[0].usable, "it is not back as long as its capture is over, whatever its HTTP server says"
+    pool.note_ends({"dp0", "dp1"})
+    assert said[1:] == ["Lost b (it was told to stop). No other can be used; it is waited for."]
+    with pytest.raises(pool_module.NoServerError, match="told to stop"):
+        await serve(pool, tokens(1, 10))
+    pool.note_ends({"dp1"})
+    await asyncio.sleep(0.05)
+    assert said[2:] == ["a is back."]
+    (task,) = await send(pool, [tokens(0, 10)])
+    clients[0].gate.set()
+    assert await task == "a"
+    await pool.close()
+
+
+@in_a_loop
+async def test_the_end_of_a_capture_that_is_nobodys_is_the_one_servers_that_does_not_tell_its_name():
+    pool = ServerPool([Server(Client("a"))])
+    pool.note_ends({"dp0"})
+    assert not pool.usable
+    pool = ServerPool([Server(Client("a")), Server(Client("b"))])
+    pool.note_ends({"dp0"})
+    assert all(server.usable for server in pool.servers), "it may be of either"
+
+
+@in_a_loop
+async def test_a_server_that_shuts_down_gets_no_more_and_gives_back_what_it_has(monkeypatch):
+    """It would take all that comes, and not end before it has nothing to do."""
+    for name, seconds in {"SETTLE_S": 0.0, "RETRY_PAUSE_S": 0.01, "LEAVING_S": 0.0}.items():
+        monkeypatch.setattr(pool_module, name, seconds)
+    clients = [Client("a"), Client("b")]
+    pool = pool_of(clients)
+    (task,) = await send(pool, [tokens(0, 10)])
+    pool.look_for_leaving()
+    await settle()
+    assert pool.servers[0].usable
+    clients[0].leaving, clients[0].up = True, False
+    pool.look_for_leaving()
+    with pytest.raises(MovedError, match="a was lost"):
+        await task
+    (task,) = await send(pool, [tokens(0, 10)])
+    clients[1].leaving, clients[1].up = True, False
+    pool.look_for_leaving()
+    with pytest.raises(MovedError, match="b was lost"):
+        await task
+    with pytest.raises(pool_module.NoServerError, match="told to stop"):
+        await serve(pool, tokens(1, 10))
+    clients[0].leaving, clients[0].up = False, True
+    await asyncio.sleep(0.05)
+    (task,) = await send(pool, [tokens(1, 10)])
+    clients[0].gate.set()
+    assert await task == "a"
+    await pool.close()
+
+
+@in_a_loop
 async def test_a_prompt_that_failed_goes_to_a_server_that_has_not_had_it():
     clients = [Client("a"), Client("b"), Client("c")]
     for client in clients:
@@ -568,6 +662,28 @@ def test_a_run_goes_on_when_capture_stops_on_one_of_its_servers(tmp_path):
     assert said.startswith(f"{first.url}: capture has stopped")
     assert said.endswith("Its work goes to the other servers.")
     assert len(second.requests) == 57
+
+
+@pytest.mark.usefixtures("_quick")
+def test_servers_that_are_told_to_stop_hold_no_run_up(tmp_path):
+    """What they were sent last is never answered, and their connections stay; one of them is started again."""
+
+    async def during(first: FakeServer, second: FakeServer) -> None:
+        second.behave = lambda number, rid: "slow"
+        await has_had(first, 5)
+        for server in (first, second):
+            server.behave = lambda number, rid: "silent"
+            server.record.state = "closed"
+            write_session(server.directory, server.record)
+        await asyncio.sleep(0.3)
+        first.behave = lambda number, rid: "ok"
+        first.start_anew()
+
+    summary, first, second, lines = run_on_two(tmp_path, during, lambda number, rid: "slow")
+    assert (summary.captured, summary.dropped, summary.exit_code) == (60, [], 0), summary.ended
+    assert sorted(sample.id for sample in load_index(tmp_path).samples) == sorted(f"s{n}" for n in range(60))
+    assert any(line.startswith(f"Lost {second.url} (it was told to stop).") for line in lines.said)
+    assert f"{first.url} is back." in lines.said
 
 
 @pytest.mark.usefixtures("_quick")

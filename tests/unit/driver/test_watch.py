@@ -1,5 +1,6 @@
 """Following journals and session records: a sample is whole when every stage of the pipeline has acknowledged it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from sglang_hs_capture.driver.watch import JournalWatch, SessionWatch
@@ -88,6 +89,20 @@ def test_a_server_that_is_started_anew_counts_on_and_its_memory_counts_once(tmp_
     assert [r.session_id for r in watch.poll()] == ["another"]
     total = watch.counters()
     assert (total.rows, total.ring_bytes) == (35, 16)
+
+
+def test_a_capture_that_was_ended_in_order_is_told_until_it_begins_anew(tmp_path):
+    first, second = (record(tmp_path, writer, rows=1) for writer in ("dp0-pp0", "dp1-pp0"))
+    watch = SessionWatch(tmp_path, [first, second])
+    watch.poll()
+    assert watch.ends() == set()
+    write_session(tmp_path, replace(second, state="closed"))
+    watch.poll()
+    assert watch.ends() == {"dp1"}
+    assert watch.stops() == {}
+    write_session(tmp_path, replace(second, session_id="another"))
+    watch.poll()
+    assert watch.ends() == set()
 
 
 def test_writers_that_begin_during_a_run_are_followed_and_those_of_before_are_not(tmp_path):
