@@ -1,6 +1,7 @@
 """The command line: arguments, errors as one line, and what the commands print."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -179,6 +180,12 @@ def test_merge_joins_datasets_and_says_what_it_did(capsys, tmp_path, dataset):
     before, after = (json.loads(call(capsys, "inspect", path, "--json")[1]) for path in (dataset, tmp_path / "out"))
     assert after["samples"] == before["samples"] > 0
     assert call(capsys, "merge", tmp_path / "out", dataset)[0] == 2
+
+
+def test_a_name_that_is_no_text_is_shown_as_far_as_it_is(capsys, tmp_path, dataset):
+    out = tmp_path / os.fsdecode(b"r\xffd \x1b[31m")
+    code, shown, _ = call(capsys, "merge", out, dataset)
+    assert (code, shown.splitlines()[-1].startswith(f"{tmp_path}/r\\udcffd \\x1b[31m: ")) == (0, True)
 
 
 def test_a_model_is_needed_without_a_server(capsys, tmp_path, data):
