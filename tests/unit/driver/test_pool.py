@@ -5,6 +5,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -450,6 +451,30 @@ async def test_a_server_whose_process_is_not_there_is_told(tmp_path):
         second.directory = tmp_path
         with pytest.raises(EngineError, match=f"{second.url} should capture as dp3 .* only dp0 are there"):
             await opened([first, second], tmp_path)
+
+
+@in_a_loop
+async def test_a_server_of_whose_ranks_one_is_not_there_is_told(tmp_path):
+    async with FakeServer(tmp_path) as first, FakeServer(tmp_path, writer="dp1-pp0") as second:
+        first.ranks = 2
+        assert len((await opened([first], tmp_path))[0]) == 2
+        second.record.state = "refused"
+        write_session(tmp_path, second.record)
+        with pytest.raises(EngineError, match=f"{first.url} should capture as dp0, dp1 .* only dp0 are there"):
+            await opened([first], tmp_path)
+
+
+@in_a_loop
+async def test_what_other_servers_left_says_nothing_of_this_runs(tmp_path):
+    """A stage that was killed on another machine stays "ready"; nobody knows whether it is there."""
+    async with FakeServer(tmp_path, writer="dp1-pp0") as server:
+        dead = replace(server.record, writer="dp0-pp1", host="elsewhere", columns=["boundary:1"], rid_prefix="x")
+        write_session(tmp_path, dead)
+        sessions, _ = await opened([server], tmp_path)
+        assert [record.writer for record in sessions] == ["dp1-pp0"]
+        server.info = {}
+        with pytest.raises(EngineError, match="no process of dp0 captures final:pre_norm"):
+            await opened([server], tmp_path)
 
 
 @in_a_loop
