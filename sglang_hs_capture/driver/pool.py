@@ -18,7 +18,8 @@ from sglang_hs_capture.store.hashing import prefix_hashes
 BLOCK = 64
 # A server with so many tokens more in flight than the least busy one gets no more for the sake of a prefix.
 SLACK_TOKENS = 2**16
-REMEMBERED = 2**20
+# Blocks of each server, some 230 bytes each: 30 MB a server, for 8 million tokens, more than its cache holds.
+REMEMBERED = 2**17
 # What a lost server's writing process had in hand is acknowledged within this time, or not at all.
 SETTLE_S = 5.0
 # A server that has had its oldest prompt for so long has work for about as long.

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import re
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
@@ -152,6 +153,20 @@ async def test_the_longest_prefix_decides():
     for client in clients:
         client.gate.set()
     await asyncio.gather(*tasks)
+
+
+def test_the_prefixes_of_many_servers_fit_into_memory():
+    server = Server(None)
+    tracemalloc.start()
+    try:
+        for first in range(1, 2**18, 2**10):
+            server.remember(range(first * 2**40, (first + 2**10) * 2**40, 2**40))
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 64 * taken < 2**31
+    assert server.known([(2**18 - 1) * 2**40]) == 1
+    assert server.known([2**40]) == 0
 
 
 @in_a_loop
