@@ -70,6 +70,7 @@ class Server:
         unfit: why it gets nothing although it is up again, since it is not the server that it was; None where it is.
         idle: whether it had nothing to do when the pool last looked.
         asked: whether it is being asked for a sign of life.
+        awaited: whether its return is being waited for.
     """
 
     def __init__(self, client: ServerClient, replicas: frozenset[str] | None = None) -> None:
@@ -81,6 +82,7 @@ class Server:
         self.unfit: HsCaptureError | None = None
         self.idle = False
         self.asked = False
+        self.awaited = False
         self._prefixes: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -339,7 +341,10 @@ class ServerPool:
             self._probe(server)
 
     def _probe(self, server: Server) -> None:
-        self._beside(self._await_return(server))
+        # It may be lost, and its capture stop and begin anew, in any order.
+        if not server.awaited:
+            server.awaited = True
+            self._beside(self._await_return(server))
 
     def _beside(self, work: Coroutine[Any, Any, None]) -> None:
         """Have something done while the pool goes on."""
@@ -350,13 +355,16 @@ class ServerPool:
     async def _await_return(self, server: Server) -> None:
         loop = asyncio.get_running_loop()
         answered, settled = list(server.flights), loop.time() + SETTLE_S
-        while server in self.servers and not await self._is_back(server):
-            if loop.time() >= settled:
-                server.let_go(answered, f"{server.client.url} was lost")
-            await asyncio.sleep(RETRY_PAUSE_S)
+        try:
+            while server in self.servers and not await self._is_back(server):
+                if loop.time() >= settled:
+                    server.let_go(answered, f"{server.client.url} was lost")
+                await asyncio.sleep(RETRY_PAUSE_S)
+        finally:
+            server.awaited = False
         if server in self.servers:
             server.up = True
-            if len(self.servers) > 1:
+            if len(self.servers) > 1 and server.captures:
                 self._say(f"{server.client.url} is back.")
 
     async def _is_back(self, server: Server) -> bool:

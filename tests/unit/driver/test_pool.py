@@ -233,6 +233,29 @@ async def test_a_server_that_captures_anew_is_taken_in_again_once_it_is_up(monke
 
 
 @in_a_loop
+async def test_a_server_that_was_lost_and_captures_no_more_is_told_to_be_back_once_it_is(monkeypatch):
+    monkeypatch.setattr(pool_module, "RETRY_PAUSE_S", 0.01)
+    clients, said = [Client(name) for name in "ab"], []
+    pool = pool_of(clients, said.append)
+    clients[1].up = False
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            await pool.serve([1], lambda client: client.prefill([1]), {pool.servers[0]})
+        pool.note_stops({"dp1": StoreError("full")})
+        pool.note_stops({})
+        pool.servers[1].up = True
+    pool.note_stops({"dp1": StoreError("full")})
+    clients[1].up = True
+    await asyncio.sleep(0.05)
+    assert "b is back." not in said
+    pool.note_stops({})
+    await asyncio.sleep(0.05)
+    assert pool.servers[1].usable
+    assert said.count("b is back.") == 1
+    await pool.close()
+
+
+@in_a_loop
 async def test_when_no_server_is_left_that_captures_its_reason_ends_the_run():
     pool = pool_of([Client(name) for name in "ab"])
     pool.note_stops({"dp1": StoreError("broken")})
