@@ -20,6 +20,7 @@ from sglang_hs_capture.driver.launch import MODEL_PACKAGE, PACKAGE_VARIABLE
 from sglang_hs_capture.driver.preflight import check_plugin
 from sglang_hs_capture.errors import HsCaptureError
 from sglang_hs_capture.store import fs
+from sglang_hs_capture.text import printable
 
 WRITE_BYTES = 256 * 2**20
 WRITE_BLOCK = 16 * 2**20
@@ -55,7 +56,7 @@ def doctor(
     if directory is not None:
         findings.append(_disk(directory))
     for finding in findings:
-        typer.echo(f"{finding.level.value:>5}  {finding.text}")
+        typer.echo(f"{finding.level.value:>5}  {printable(finding.text)}")
     failures = sum(finding.level is Level.FAIL for finding in findings)
     typer.echo("Nothing here would stop a capture." if not failures else f"{failures} of these would stop a capture.")
     raise typer.Exit(1 if failures else 0)

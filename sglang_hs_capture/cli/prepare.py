@@ -16,6 +16,7 @@ from sglang_hs_capture.config import CONFIG_KEY, CaptureConfig
 from sglang_hs_capture.errors import ConfigError, StoreError
 from sglang_hs_capture.layers import resolve_boundaries
 from sglang_hs_capture.model_config import CAPTURE_CLASSES, ModelConfig, load_model_config
+from sglang_hs_capture.text import printable
 
 CONFIG_FILE = "config.json"
 
@@ -34,7 +35,8 @@ def prepare(
     SGLANG_EXTERNAL_MODEL_PACKAGE=sglang_hs_capture.models is still needed.
     """
     prepare_model(model.expanduser(), out.expanduser(), capture.config(output, cpu=False))
-    typer.echo(f"{out} is ready: {CONFIG_FILE} names {CAPTURE_CLASSES[load_model_config(out).architecture]} first.")
+    capture_class = CAPTURE_CLASSES[load_model_config(out).architecture]
+    typer.echo(f"{printable(str(out))} is ready: {CONFIG_FILE} names {capture_class} first.")
     typer.echo(
         f"Serve it with: SGLANG_EXTERNAL_MODEL_PACKAGE=sglang_hs_capture.models {shlex.quote(sys.executable)} -m "
         f"sglang.launch_server --model-path {shlex.quote(str(out))} --model-impl sglang --disable-prefill-cuda-graph"

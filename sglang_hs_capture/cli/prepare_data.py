@@ -15,6 +15,7 @@ from sglang_hs_capture.driver.intake import OnBadInput
 from sglang_hs_capture.driver.make_set import SetSettings, make_set
 from sglang_hs_capture.driver.source import TOKENIZED_BY, Source, count_samples
 from sglang_hs_capture.errors import InputError
+from sglang_hs_capture.text import printable
 
 DEFAULT_SHOWN = 3
 
@@ -43,7 +44,7 @@ def prepare_data(
     config = find_model(model) if model else None
     source = given.source(data, model, share=1)
     for notice in source.check_sets():
-        typer.echo(notice, err=True)
+        typer.echo(printable(notice), err=True)
     preparer = source.preparer(config.media_token if config else None)
     items = source.samples(
         max_length=config.context_length if config else None,
@@ -69,8 +70,8 @@ def prepare_data(
     if account.shown:
         print_samples(Console(), account.shown, _decoder(used or _loaded(source)))
     for line in account.lines():
-        typer.echo(line)
-    typer.echo(f"Tokenised set: {prepared.out}")
+        typer.echo(printable(line))
+    typer.echo(f"Tokenised set: {printable(str(prepared.out))}")
 
 
 def _tokenized_by(source: Source, used: Any) -> dict[str, Any]:
@@ -88,7 +89,7 @@ def _loaded(source: Source) -> Any:
     try:
         return source.load_tokenizer()
     except InputError as error:
-        typer.echo(f"Samples are shown by their token ids: {error}", err=True)
+        typer.echo(f"Samples are shown by their token ids: {printable(str(error))}", err=True)
         return None
 
 

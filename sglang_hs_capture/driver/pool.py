@@ -18,7 +18,8 @@ from sglang_hs_capture.store.hashing import prefix_hashes
 BLOCK = 64
 # A server with so many tokens more in flight than the least busy one gets no more for the sake of a prefix.
 SLACK_TOKENS = 2**16
-REMEMBERED = 2**20
+# Blocks of each server, some 230 bytes each: 30 MB a server, for 8 million tokens, more than its cache holds.
+REMEMBERED = 2**17
 # What a lost server's writing process had in hand is acknowledged within this time, or not at all.
 SETTLE_S = 5.0
 # A server that has had its oldest prompt for so long has work for about as long.
@@ -75,6 +76,7 @@ class Server:
         asked: whether it is being asked for a sign of life.
         asked_at: when it was last asked whether it shuts down.
         check: under way where a connection broke and it is not known whether the server is lost.
+        awaited: whether its return is being waited for.
     """
 
     def __init__(self, client: ServerClient, replicas: frozenset[str] | None = None) -> None:
@@ -90,6 +92,7 @@ class Server:
         self.asked = False
         self.asked_at = time.monotonic()
         self.check: asyncio.Future[bool] | None = None
+        self.awaited = False
         self._prefixes: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -405,7 +408,10 @@ class ServerPool:
             self._probe(server)
 
     def _probe(self, server: Server) -> None:
-        self._beside(self._await_return(server))
+        # It may be lost, and its capture stop and begin anew, in any order.
+        if not server.awaited:
+            server.awaited = True
+            self._beside(self._await_return(server))
 
     def _beside(self, work: Coroutine[Any, Any, None]) -> None:
         """Have something done while the pool goes on."""
@@ -416,13 +422,16 @@ class ServerPool:
     async def _await_return(self, server: Server) -> None:
         loop = asyncio.get_running_loop()
         answered, settled = list(server.flights), loop.time() + SETTLE_S
-        while server in self.servers and not await self._is_back(server):
-            if loop.time() >= settled:
-                server.let_go(answered, f"{server.client.url} was lost")
-            await asyncio.sleep(RETRY_PAUSE_S)
+        try:
+            while server in self.servers and not await self._is_back(server):
+                if loop.time() >= settled:
+                    server.let_go(answered, f"{server.client.url} was lost")
+                await asyncio.sleep(RETRY_PAUSE_S)
+        finally:
+            server.awaited = False
         if server in self.servers:
             server.up = True
-            if len(self.servers) > 1:
+            if len(self.servers) > 1 and server.captures:
                 self._say(f"{server.client.url} is back.")
 
     async def _is_back(self, server: Server) -> bool:

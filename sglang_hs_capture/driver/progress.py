@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from rich.text import Text
 
 from sglang_hs_capture.driver.summary import GB
+from sglang_hs_capture.text import printable
 
 PLAIN_INTERVAL_S = 5.0
 RATE_WINDOW_S = 10.0
@@ -144,7 +145,7 @@ class BarView(ProgressView):
         self._bar.start()
 
     def say(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False)
+        self._bar.console.print(printable(text), markup=False, highlight=False)
 
     def update(self, snapshot: Snapshot | AnswerSnapshot) -> None:
         tokens_per_s, bytes_per_s = self._rates.update(time.monotonic(), snapshot.tokens, snapshot.bytes)
@@ -167,7 +168,7 @@ class LineView(ProgressView):
         self._next = 0.0
 
     def say(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        print(printable(text), file=self._stream, flush=True)
 
     def update(self, snapshot: Snapshot | AnswerSnapshot) -> None:
         now = time.monotonic()

@@ -162,7 +162,7 @@ class RunningServers(Target):
                 f"{where} answers, but no server captures into {self._directory}: start it with `hs-capture serve "
                 f"--output {self._directory}`, and see its log for a warning about sglang_hs_capture"
             )
-        self._check_replicas(sessions)
+        sessions = self._check_replicas(sessions)
         self.check_settings()
         say(f"The server at {where} captures {', '.join(sessions[0].model['columns'])} into {self._directory}.")
         return sessions
@@ -180,15 +180,14 @@ class RunningServers(Target):
                 "out, or start the server with them"
             )
 
-    def _check_replicas(self, sessions: list[SessionRecord]) -> None:
-        """See that each server has a writer for every column, under a name of its own."""
+    def _check_replicas(self, sessions: list[SessionRecord]) -> list[SessionRecord]:
+        """See that each server has a writer for every column, under a name of its own.
+
+        Returns:
+            The records of this run's servers. Those of others, which may have died on their machines long ago, say
+            nothing of what these servers take; they are left in only where a server does not tell its names.
+        """
         replicas = sorted({replica_of(record) for record in sessions})
-        for replica in replicas:
-            if missing := missing_columns(record for record in sessions if replica_of(record) == replica):
-                raise EngineError(
-                    f"{self.pool.url}: no process of {replica} captures {', '.join(missing)} into "
-                    f"{self._directory}: expected one of each pipeline stage that has such layers; see the server's log"
-                )
         claimed: dict[str, str] = {}
         for server in self.pool.servers:
             url, mine = server.client.url, sorted(server.replicas or ())
@@ -199,7 +198,7 @@ class RunningServers(Target):
                         "same; else start each with a --replica of its own"
                     )
                 claimed[replica] = url
-            if mine and not set(mine) & set(replicas):
+            if not set(mine) <= set(replicas):
                 raise EngineError(
                     f"{url} should capture as {', '.join(mine)} into {self._directory}, and only "
                     f"{', '.join(replicas)} are there; see that server's log for a warning about sglang_hs_capture"
@@ -212,6 +211,15 @@ class RunningServers(Target):
                 f"expected {len(self._urls)} servers that capture into {self._directory}, found {', '.join(replicas)}; "
                 f"{', '.join(untold)} cannot all be among them: start each with a --replica of its own"
             )
+        if not untold:
+            sessions = [record for record in sessions if replica_of(record) in claimed]
+        for replica in dict.fromkeys(map(replica_of, sessions)):
+            if missing := missing_columns(record for record in sessions if replica_of(record) == replica):
+                raise EngineError(
+                    f"{self.pool.url}: no process of {replica} captures {', '.join(missing)} into "
+                    f"{self._directory}: expected one of each pipeline stage that has such layers; see the server's log"
+                )
+        return sessions
 
     async def _ask_replicas(self, server: Server) -> frozenset[str] | None:
         """The names under which a server's processes write; None where it does not tell its settings.

@@ -4,12 +4,19 @@ import itertools
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from sglang_hs_capture.errors import ConfigError, CorruptionError, DatasetMismatchError, DiskFullError
+from sglang_hs_capture.errors import (
+    ConfigError,
+    CorruptionError,
+    DatasetLockedError,
+    DatasetMismatchError,
+    DiskFullError,
+)
 from sglang_hs_capture.store import fs
 from sglang_hs_capture.store.identity import DATASET_FILE, FINAL_NORM_FILE, SHARD_FOLDER, read_info
 from sglang_hs_capture.store.index import DatasetIndex, SampleEntry, load_index
@@ -25,6 +32,7 @@ from sglang_hs_capture.store.session import read_sessions, session_path
 from sglang_hs_capture.store.shard import ShardLayout, ShardPaths
 
 PLAN_FILE = "merge.json"
+LOCK_FILE = "lock-dataset"
 LOCK_TIMEOUT_S = 10.0
 SHOWN_CONFLICTS = 5
 _COPY_BYTES = 8 << 20
@@ -70,20 +78,24 @@ def merge(out: Path, directories: Sequence[Path], say: Say = lambda text: None) 
         CorruptionError: one of them is damaged.
         DiskFullError, StoreError: the disk refuses; what was done so far is kept for another try.
     """
-    # A dataset takes the place of what a link leads to, not of the link.
-    out = out.resolve() if out.is_symlink() else out.absolute()
+    with fs.io_errors(out, "look at"):
+        # A dataset takes the place of what a link leads to, not of the link.
+        out = Path(os.path.realpath(out)) if out.is_symlink() else out.absolute()
     directories = [directory.absolute() for directory in directories]
     _check_names(out, directories)
     with ExitStack() as stack:
+        writers = {}
         for directory in directories:
             recover_dataset(directory)
-            stack.enter_context(_at_rest(directory))
-        sources = _sources(directories)
+            writers[directory] = stack.enter_context(_at_rest(directory))
+        sources = _sources(writers)
         _check_agreement(sources)
-        building = out.with_name(f".{out.name}.merging")
+        building = _building(out)
         with fs.io_errors(building, "create the dataset"):
             fs.make_dir(building / SHARD_FOLDER)
-        stack.enter_context(_locked(building / "lock-dataset"))
+        stack.enter_context(_locked(building / LOCK_FILE))
+        # Another merge that was waited for may have made it.
+        _check_free(out)
         _begin(building, sources)
         copied = 0
         for source in sources:
@@ -100,15 +112,37 @@ def merge(out: Path, directories: Sequence[Path], say: Say = lambda text: None) 
     return Merged(len(samples), total - len(samples), sum(len(source.index.shards) for source in sources), copied)
 
 
+def _building(out: Path) -> Path:
+    """Where a dataset is built, beside the place that it is to have."""
+    return out.with_name(f".{out.name}.merging")
+
+
 def _check_names(out: Path, directories: Sequence[Path]) -> None:
-    real = [directory.resolve() for directory in directories]
+    # Path.resolve does not take links that lead in a circle.
+    real = [os.path.realpath(directory) for directory in directories]
     for number, directory in enumerate(real):
         if directory in real[:number]:
             raise ConfigError(f"{directories[number]}: named twice; name each dataset once")
-        if out.resolve() == directory:
+        if os.path.realpath(out) == directory:
             raise ConfigError(f"{out}: one of the datasets themselves; name another directory as OUT")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out}: exists already and is not empty; {_AFRESH}")
+    _check_free(out)
+    if os.path.realpath(_building(out)) in real:
+        raise ConfigError(
+            f"{_building(out)}: what an interrupted merge into {out} left; name the datasets that it was to join"
+        )
+
+
+def _check_free(out: Path) -> None:
+    """See that a dataset can get this name.
+
+    Raises:
+        ConfigError: something is there already.
+    """
+    with fs.io_errors(out, "look at"):
+        if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+            raise ConfigError(f"{out}: exists already and is not empty; {_AFRESH}")
+        if out.is_mount():
+            raise ConfigError(f"{out}: a mount point, which cannot be put in place when it is whole; name one in it")
 
 
 @contextmanager
@@ -121,21 +155,28 @@ def _locked(path: Path) -> Iterator[FileLock]:
 
 
 @contextmanager
-def _at_rest(directory: Path) -> Iterator[None]:
-    """Keep drivers and writers away from a dataset."""
+def _at_rest(directory: Path) -> Iterator[list[str]]:
+    """Keep drivers and writers away from a dataset; the names of the writers."""
     with ExitStack() as stack:
         stack.enter_context(_locked(directory / "lock-requests"))
-        for writer in journal_writers(directory):
+        writers = journal_writers(directory)
+        for writer in writers:
             stack.enter_context(_locked(lock_path(directory, writer)))
-        yield
+        yield writers
 
 
-def _sources(directories: Sequence[Path]) -> list[Source]:
-    """Read the datasets and give each server or replica among their writers a number that no other has."""
+def _sources(at_rest: Mapping[Path, Sequence[str]]) -> list[Source]:
+    """Read the datasets and give each server or replica among their writers a number that no other has.
+
+    Args:
+        at_rest: each dataset's writers, which are kept away.
+
+    Raises:
+        DatasetLockedError: a capture began, or went on, before it could be kept away.
+    """
     taken: set[str] = set()
     sources = []
-    for directory in directories:
-        writers = journal_writers(directory)
+    for directory, writers in at_rest.items():
         replicas: dict[str, str] = {}
         for writer in writers:
             replica = writer.split("-", maxsplit=1)[0]
@@ -144,7 +185,15 @@ def _sources(directories: Sequence[Path]) -> list[Source]:
                 replicas[replica] = next(name for name in itertools.chain([replica], numbered) if name not in taken)
                 taken.add(replicas[replica])
         names = {writer: "-".join([replicas[writer.split("-")[0]], *writer.split("-")[1:]]) for writer in writers}
-        sources.append(Source(directory, load_index(directory), names))
+        index = load_index(directory)
+        new = [writer for writer in journal_writers(directory) if writer not in names]
+        new += [entry.writer for entry in index.shards if not entry.state.finished]
+        if new:
+            raise DatasetLockedError(
+                f"{directory}: {new[0]} began to write while the dataset was looked at; wait for it or stop it, then "
+                "merge again"
+            )
+        sources.append(Source(directory, index, names))
     return sources
 
 
@@ -191,19 +240,34 @@ def _conflicts(sources: Sequence[Source]) -> Iterator[str]:
 
 def _begin(building: Path, sources: Sequence[Source]) -> None:
     """Keep what an interrupted merge of the same datasets left in ``building``, and remove what another one left."""
-    # A dataset that was captured anew in the same place has other shards under the same names.
-    plan = {
-        "sources": [
-            {"directory": str(source.directory), "writers": source.names, "created_at": source.index.info.created_at}
-            for source in sources
-        ]
-    }
-    if read_object(building / PLAN_FILE, _AFRESH) == plan:
-        return
+    plan = {"sources": [_account(source) for source in sources]}
+    same = read_object(building / PLAN_FILE, _AFRESH) == plan
+    kept = {LOCK_FILE, *((PLAN_FILE, SHARD_FOLDER) if same else ())}
     with fs.io_errors(building, "empty"):
-        shutil.rmtree(building / SHARD_FOLDER)
+        # Journals, too: those of a dataset that is joined no more name shards that are not there.
+        for path in building.iterdir():
+            if path.name not in kept:
+                shutil.rmtree(path) if path.is_dir() else fs.remove(path)
         fs.make_dir(building / SHARD_FOLDER)
-    write_object(building / PLAN_FILE, plan)
+    if not same:
+        write_object(building / PLAN_FILE, plan)
+
+
+def _account(source: Source) -> dict[str, Any]:
+    """What tells a dataset from another in its place, which has other shards under the same names.
+
+    One that was captured there anew has another date; one that was merged there anew has shards of other origins.
+    """
+    origins = {writer: read_origins(source.directory, writer) for writer in source.names}
+    return {
+        "directory": str(source.directory),
+        "writers": source.names,
+        "created_at": source.index.info.created_at,
+        "origins": {
+            writer: [[origin.writer, origin.below, origin.info.created_at] for origin in origins[writer]]
+            for writer in source.names
+        },
+    }
 
 
 def _take_shards(building: Path, source: Source, say: Say) -> int:
@@ -219,7 +283,9 @@ def _take_shards(building: Path, source: Source, say: Say) -> int:
         here = ShardPaths.of(building, source.names[entry.writer], entry.shard).finished
         if here.exists():
             continue
-        if not fs.link(there, here):
+        with fs.io_errors(here, "link"):
+            linked = fs.link(there, here)
+        if not linked:
             size = ShardLayout(source.index.info, entry.writer, entry.state.record).file_size(entry.state.rows)
             missing.append((there, here, size))
     needed, free = sum(size for *_, size in missing), fs.free_bytes(building)
@@ -294,6 +360,9 @@ def _write_ledger(building: Path, sources: Sequence[Source]) -> None:
         for id, record in source.index.requested.items():
             if id not in held:
                 requests[id] = record
+        # A record of another dataset would make those sent by hand here samples of other tokens.
+        for id in captured - source.index.requested.keys():
+            requests.pop(id, None)
         held |= captured
     records = [record.to_json() for record in requests.values()]
     dropped = {record.id: record for source in sources for record in source.index.dropped if record.id not in held}

@@ -1,6 +1,9 @@
 """The command line: arguments, errors as one line, and what the commands print."""
 
+import errno
 import json
+import os
+import re
 import shlex
 import subprocess
 import sys
@@ -181,6 +184,12 @@ def test_merge_joins_datasets_and_says_what_it_did(capsys, tmp_path, dataset):
     assert call(capsys, "merge", tmp_path / "out", dataset)[0] == 2
 
 
+def test_a_name_that_is_no_text_is_shown_as_far_as_it_is(capsys, tmp_path, dataset):
+    out = tmp_path / os.fsdecode(b"r\xffd \x1b[31m")
+    code, shown, _ = call(capsys, "merge", out, dataset)
+    assert (code, shown.splitlines()[-1].startswith(f"{tmp_path}/r\\udcffd \\x1b[31m: ")) == (0, True)
+
+
 def test_a_model_is_needed_without_a_server(capsys, tmp_path, data):
     code, _, err = call(capsys, "run", "--data", data, "--output", tmp_path / "out")
     assert (code, "--model: expected a directory or a hub id" in err) == (2, True)
@@ -205,6 +214,28 @@ def test_debug_keeps_the_traceback(monkeypatch, tmp_path):
     monkeypatch.setenv("HS_CAPTURE_DEBUG", "1")
     with pytest.raises(main_module.HsCaptureError):
         main(["inspect", str(tmp_path)])
+
+
+@pytest.mark.parametrize("command", ["verify", "run --data DATA --output OUT --server"])
+@pytest.mark.parametrize(("code", "advice"), [(errno.EACCES, "let this user"), (errno.ENAMETOOLONG, "a shorter path")])
+def test_a_path_that_cannot_be_looked_at_is_told(capsys, tmp_path, data, monkeypatch, command, code, advice):
+    path, stat = tmp_path / "closed", os.stat
+
+    def refuse(asked, **more):
+        if str(asked).startswith(str(path)):
+            raise OSError(code, os.strerror(code), str(asked))
+        return stat(asked, **more)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    words = [{"OUT": tmp_path / "out", "DATA": data}.get(word, word) for word in command.split()]
+    exit_code, _, err = call(capsys, *words, path)
+    assert exit_code == 2
+    assert err.startswith(f"error: {path}")
+    assert os.strerror(code) in err
+    assert advice in err
+    monkeypatch.setenv("HS_CAPTURE_DEBUG", "1")
+    with pytest.raises(OSError, match=re.escape(os.strerror(code))):
+        main([str(word) for word in [*words, path]])
 
 
 def test_run_passes_its_options_on(capsys, tmp_path, model, data, monkeypatch):

@@ -4,7 +4,9 @@ import asyncio
 import json
 import random
 import re
+import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -156,6 +158,20 @@ async def test_the_longest_prefix_decides():
     await asyncio.gather(*tasks)
 
 
+def test_the_prefixes_of_many_servers_fit_into_memory():
+    server = Server(None)
+    tracemalloc.start()
+    try:
+        for first in range(1, 2**18, 2**10):
+            server.remember(range(first * 2**40, (first + 2**10) * 2**40, 2**40))
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 64 * taken < 2**31
+    assert server.known([(2**18 - 1) * 2**40]) == 1
+    assert server.known([2**40]) == 0
+
+
 @in_a_loop
 async def test_a_lost_server_gets_nothing_until_it_is_back(monkeypatch):
     monkeypatch.setattr(pool_module, "RETRY_PAUSE_S", 0.01)
@@ -216,6 +232,29 @@ async def test_a_server_that_captures_anew_is_taken_in_again_once_it_is_up(monke
     while not pool.servers[1].usable:
         await asyncio.sleep(0.01)
     assert said[1:] == ["b is back."]
+    await pool.close()
+
+
+@in_a_loop
+async def test_a_server_that_was_lost_and_captures_no_more_is_told_to_be_back_once_it_is(monkeypatch):
+    monkeypatch.setattr(pool_module, "RETRY_PAUSE_S", 0.01)
+    clients, said = [Client(name) for name in "ab"], []
+    pool = pool_of(clients, said.append)
+    clients[1].up = False
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            await pool.serve([1], lambda client: client.prefill([1]), {pool.servers[0]})
+        pool.note_stops({"dp1": StoreError("full")})
+        pool.note_stops({})
+        pool.servers[1].up = True
+    pool.note_stops({"dp1": StoreError("full")})
+    clients[1].up = True
+    await asyncio.sleep(0.05)
+    assert "b is back." not in said
+    pool.note_stops({})
+    await asyncio.sleep(0.05)
+    assert pool.servers[1].usable
+    assert said.count("b is back.") == 1
     await pool.close()
 
 
@@ -544,6 +583,30 @@ async def test_a_server_whose_process_is_not_there_is_told(tmp_path):
         second.directory = tmp_path
         with pytest.raises(EngineError, match=f"{second.url} should capture as dp3 .* only dp0 are there"):
             await opened([first, second], tmp_path)
+
+
+@in_a_loop
+async def test_a_server_of_whose_ranks_one_is_not_there_is_told(tmp_path):
+    async with FakeServer(tmp_path) as first, FakeServer(tmp_path, writer="dp1-pp0") as second:
+        first.ranks = 2
+        assert len((await opened([first], tmp_path))[0]) == 2
+        second.record.state = "refused"
+        write_session(tmp_path, second.record)
+        with pytest.raises(EngineError, match=f"{first.url} should capture as dp0, dp1 .* only dp0 are there"):
+            await opened([first], tmp_path)
+
+
+@in_a_loop
+async def test_what_other_servers_left_says_nothing_of_this_runs(tmp_path):
+    """A stage that was killed on another machine stays "ready"; nobody knows whether it is there."""
+    async with FakeServer(tmp_path, writer="dp1-pp0") as server:
+        dead = replace(server.record, writer="dp0-pp1", host="elsewhere", columns=["boundary:1"], rid_prefix="x")
+        write_session(tmp_path, dead)
+        sessions, _ = await opened([server], tmp_path)
+        assert [record.writer for record in sessions] == ["dp1-pp0"]
+        server.info = {}
+        with pytest.raises(EngineError, match="no process of dp0 captures final:pre_norm"):
+            await opened([server], tmp_path)
 
 
 @in_a_loop

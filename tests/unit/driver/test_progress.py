@@ -69,6 +69,15 @@ def test_a_terminal_gets_a_bar():
     assert DETAIL in shown
 
 
+def test_what_a_server_says_is_shown_as_text_that_no_terminal_obeys():
+    plain, terminal = io.StringIO(), io.StringIO()
+    LineView(plain, total=1).say("Lost it (\x1b[2J\udcff).")
+    with BarView(Console(file=terminal, force_terminal=True, width=100), total=1) as view:
+        view.say("Lost it (\x1b[2J\udcff).")
+    assert plain.getvalue() == "Lost it (\\x1b[2J\\udcff).\n"
+    assert "Lost it (\\x1b[2J\\udcff)." in terminal.getvalue()
+
+
 def test_a_narrow_terminal_cuts_nothing_off():
     console = Console(file=io.StringIO(), force_terminal=True, width=60)
     with BarView(console, total=10) as view:

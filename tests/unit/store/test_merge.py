@@ -1,5 +1,6 @@
 """Merging: datasets of several nodes become one, whatever their writers are called, and however often it is killed."""
 
+import contextlib
 import errno
 import os
 import signal
@@ -10,14 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import exported_dataset
+import numpy as np
 import pytest
 import torch
-from faulty_disk import FaultyOS, KillAt, disk
-from made_dataset import flip, info_of, put_sample, tokens_of, write_norm
+from faulty_disk import FailAt, FaultyOS, KillAt, disk
+from made_dataset import flip, info_of, open_store, put_sample, states_of, to_bytes, tokens_of, write_norm
 
 from sglang_hs_capture import HiddenStateDataset
-from sglang_hs_capture.errors import ConfigError, DatasetLockedError, DatasetMismatchError, DiskFullError
+from sglang_hs_capture.errors import (
+    ConfigError,
+    DatasetLockedError,
+    DatasetMismatchError,
+    DiskFullError,
+    StoreError,
+)
 from sglang_hs_capture.store import fs
+from sglang_hs_capture.store import merge as merge_module
+from sglang_hs_capture.store.hashing import prefix_hashes
 from sglang_hs_capture.store.index import load_index
 from sglang_hs_capture.store.known_answers import (
     KNOWN_ANSWERS_FILE,
@@ -384,3 +394,126 @@ def test_what_the_engines_predicted_is_joined_for_samples_that_one_dataset_has(t
     assert [answer.id for answer in load_known_answers(tmp_path / "other")] == ["s1"]
     assert any(f"{second / KNOWN_ANSWERS_FILE}, line 1: the checksum is wrong" in line for line in said)
     assert check(tmp_path / "other").sound
+
+
+def stop_before_the_name(out: Path, sources: list[Path]) -> None:
+    """Merge in a process that dies when all is there but the name."""
+
+    class Kill(FaultyOS):
+        def before(self, step: int, name: str, args: tuple[Any, ...]) -> None:
+            if name == "rename" and str(args[0]).endswith(".merging"):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    assert os.WIFSIGNALED(merge_in_child(out, sources, Kill()))
+
+
+def test_nothing_of_an_interrupted_merge_of_other_datasets_is_left(tmp_path):
+    first, second, third = (make(tmp_path / name, some(number)) for number, name in enumerate("abc", start=1))
+    stop_before_the_name(tmp_path / "out", [first, second, third])
+    torn = tmp_path / ".out.merging" / ".requests.jsonl.1.tmp"
+    torn.touch()
+    merge(tmp_path / "out", [first, second])
+    assert_joined(tmp_path / "out", first, second)
+    merge(tmp_path / "again", [first, second])
+    names = [{path.name for path in (tmp_path / out).iterdir()} for out in ("out", "again")]
+    assert names[0] == names[1]
+
+
+def test_what_an_interrupted_merge_left_is_no_dataset_to_join(tmp_path):
+    first = make(tmp_path / "a", some(1, 2))
+    stop_before_the_name(tmp_path / "out", [first])
+    with pytest.raises(ConfigError, match=r"/\.out\.merging: what an interrupted merge into .*/out left"):
+        merge(tmp_path / "out", [tmp_path / ".out.merging"])
+    merge(tmp_path / "out", [first])
+    assert_joined(tmp_path / "out", first)
+
+
+def test_shards_of_a_dataset_merged_anew_in_between_are_not_taken_for_the_new_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(fs, "link", lambda old, new: False)
+    dates = (f"2025-0{number}-01T00:00:00.000Z" for number in (1, 2, 3))
+    a, b, c = (make(tmp_path / n, some(i), created_at=next(dates)) for i, n in enumerate("abc", start=1))
+    merge(tmp_path / "joined", [a, b])
+    stop_before_the_name(tmp_path / "out", [tmp_path / "joined"])
+    (tmp_path / "joined").rename(tmp_path / "old")
+    merge(tmp_path / "joined", [a, c])
+    merge(tmp_path / "out", [tmp_path / "joined"])
+    assert_joined(tmp_path / "out", a, c)
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_a_writer_that_begins_while_the_dataset_is_looked_at_is_told(tmp_path, monkeypatch, close):
+    first = make(make(tmp_path / "a", some(1, 2)), some(3), writer="dp7-pp0", close=close)
+    journal = (first / "journal-dp7-pp0.jsonl").rename(tmp_path / "later")
+
+    def late(directory: Path) -> Any:
+        journal.rename(directory / "journal-dp7-pp0.jsonl")
+        return load_index(directory)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(merge_module, "load_index", late)
+        with pytest.raises(DatasetLockedError, match=r"/a: dp7-pp0 began to write while the dataset was looked at"):
+            merge(tmp_path / "out", [first])
+    assert not (tmp_path / ".out.merging").exists()
+    merge(tmp_path / "out", [first])
+    assert_joined(tmp_path / "out", first)
+
+
+def test_a_merge_that_waited_for_another_one_is_told_that_it_is_made(tmp_path, monkeypatch):
+    first, second = make(tmp_path / "a", some(1)), make(tmp_path / "b", some(2))
+    locked = merge_module._locked
+
+    def wait(path: Path) -> Any:
+        if path.parent.name == ".out.merging":
+            monkeypatch.setattr(merge_module, "_locked", locked)
+            merge(tmp_path / "out", [second])
+            return contextlib.nullcontext()  # as the lock of a file that has another name by now
+        return locked(path)
+
+    monkeypatch.setattr(merge_module, "_locked", wait)
+    with pytest.raises(ConfigError, match="/out: exists already"):
+        merge(tmp_path / "out", [first])
+    assert_joined(tmp_path / "out", second)
+
+
+@pytest.mark.parametrize("turned", [True, False])
+def test_a_sample_sent_by_hand_stays_one_whatever_another_dataset_asked_for(tmp_path, turned):
+    first, second = make(tmp_path / "a", {}), make(tmp_path / "b", some(1))
+    store, tokens = open_store(first, "bfloat16"), tokens_of(3, 7)
+    hashes = prefix_hashes(tokens, 0, 0)
+    extents = store.append(to_bytes(states_of(tokens), "bfloat16"), tokens, np.arange(7), hashes)
+    store.add_sample("hs-mine", 7, extents, int(hashes[-1]))
+    store.commit()
+    store.close()
+    with RequestLedger.open(second) as ledger:
+        ledger.append(RequestRecord("hs-mine", sample_key("hs-mine"), 4, 9, (0, 4), "data.jsonl:1"))
+    merge(tmp_path / "out", [second, first] if turned else [first, second])
+    assert_joined(tmp_path / "out", first, second)
+
+
+def test_names_that_the_file_system_refuses_are_told(tmp_path):
+    first = make(tmp_path / "a", some(1))
+    (tmp_path / "one").symlink_to(tmp_path / "two")
+    (tmp_path / "two").symlink_to(tmp_path / "one")
+    with pytest.raises(ConfigError, match="/one: exists already"):
+        merge(tmp_path / "one", [first])
+    with pytest.raises(StoreError, match=r"/one/dataset\.json: could not read"):
+        merge(tmp_path / "out", [tmp_path / "one"])
+    with pytest.raises(StoreError, match="File name too long"):
+        merge(tmp_path / ("x" * 300), [first])
+
+
+def test_a_mount_point_is_refused_before_anything_is_copied(tmp_path, monkeypatch):
+    first, out = make(tmp_path / "a", some(1)), tmp_path / "out"
+    out.mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == out)
+    with pytest.raises(ConfigError, match="/out: a mount point"):
+        merge(out, [first])
+    assert not (tmp_path / ".out.merging").exists()
+
+
+def test_a_link_that_fails_is_told(tmp_path):
+    first = make(tmp_path / "a", some(1))
+    with disk(FailAt(errno.ENOSPC, "link", "shards")), pytest.raises(DiskFullError, match="could not link: No space"):
+        merge(tmp_path / "out", [first])
+    merge(tmp_path / "out", [first])
+    assert_joined(tmp_path / "out", first)
