@@ -72,7 +72,7 @@ def merge(out: Path, directories: Sequence[Path], say: Say = lambda text: None) 
         say: told in one line when shards of a dataset are to be copied, and when it is done.
 
     Raises:
-        ConfigError: a dataset is named twice, or ``out`` is there already.
+        ConfigError: a dataset is named twice, or ``out`` is there already or inside one of them.
         DatasetMismatchError: they are of different models or settings, or have different samples of one id.
         DatasetLockedError: a capture or another merge is at work.
         CorruptionError: one of them is damaged.
@@ -125,6 +125,9 @@ def _check_names(out: Path, directories: Sequence[Path]) -> None:
             raise ConfigError(f"{directories[number]}: named twice; name each dataset once")
         if os.path.realpath(out) == directory:
             raise ConfigError(f"{out}: one of the datasets themselves; name another directory as OUT")
+        # The datasets stay what they are: none gets another among its own files.
+        if Path(directory) in Path(os.path.realpath(out)).parents:
+            raise ConfigError(f"{out}: inside {directories[number]}, one of the datasets; name a directory outside it")
     _check_free(out)
     if os.path.realpath(_building(out)) in real:
         raise ConfigError(

@@ -517,3 +517,13 @@ def test_a_link_that_fails_is_told(tmp_path):
         merge(tmp_path / "out", [first])
     merge(tmp_path / "out", [first])
     assert_joined(tmp_path / "out", first)
+
+
+@pytest.mark.parametrize("there", ["a/in", "a/shards/in", "link/in"])
+def test_a_dataset_is_not_made_inside_one_of_the_datasets(tmp_path, there):
+    make(tmp_path / "a", some(1))
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    before = sorted((tmp_path / "a").rglob("*"))
+    with pytest.raises(ConfigError, match="inside"):
+        merge(tmp_path / there, [tmp_path / "a"])
+    assert sorted((tmp_path / "a").rglob("*")) == before
