@@ -15,7 +15,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,31 +22,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from aiohttp import web
-
 from benchmarks.report import write_json
-from sglang_hs_capture.store.hashing import end_hash, prefix_hashes
-from sglang_hs_capture.store.identity import model_identity
-from sglang_hs_capture.store.schema import DatasetInfo
-from sglang_hs_capture.store.session import SessionRecord, write_session
-from sglang_hs_capture.store.writer import StoreWriter
+from tests.unit.fake_server import FakeServer
 
 VOCAB_SIZE = 163840
 COMMIT_INTERVAL_S = 0.2
-INFO = DatasetInfo(
-    boundaries=(1,),
-    columns=("boundary:1", "final:pre_norm"),
-    num_layers=4,
-    hidden_size=2,
-    dtype="bfloat16",
-    model_path="/models/played",
-    architecture="DeepseekV3ForCausalLM",
-    config_hash="0" * 64,
-    final_norm_eps=1e-6,
-    created_at="2026-01-01T00:00:00.000Z",
-    sglang_version="0.5.23",
-)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -62,77 +41,32 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class PlayedServer:
-    """Takes every prompt, and stores and acknowledges it at the next commit."""
+class PlayedServer(FakeServer):
+    """Takes every prompt, and acknowledges it at the next commit, as a real one does, and not at once."""
+
+    shard_bytes = 2**30
 
     def __init__(self, directory: Path, replica: int) -> None:
-        self._directory, self._replica = directory, replica
-        self._record = SessionRecord(
-            writer=f"dp{replica}-pp0",
-            session_id=os.urandom(16).hex(),
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            state="ready",
-            rid_prefix="hs-",
-            max_prompt_tokens=131072,
-            model=model_identity(INFO),
-        )
-        self._store = StoreWriter.open(
-            directory,
-            self._record.writer,
-            INFO,
-            session_id=self._record.session_id,
-            shard_bytes=2**30,
-            min_free_bytes=0,
-        )
-        write_session(directory, self._record)
+        super().__init__(directory, writer=f"dp{replica}-pp0")
+        self.record.session_id = os.urandom(16).hex()
+        self.record.max_prompt_tokens = 131072
 
-    async def start(self) -> str:
-        """Listen on a free port; the URL."""
-        app = web.Application(client_max_size=2**26)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/server_info", self._info)
-        app.router.add_post("/generate", self._generate)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return f"http://127.0.0.1:{runner.addresses[0][1]}"
-
-    def commit(self) -> None:
-        self._store.commit()
-
-    def close(self) -> None:
-        self._store.close()
-
-    async def _health(self, _: web.Request) -> web.Response:
-        return web.Response()
-
-    async def _info(self, _: web.Request) -> web.Response:
-        overrides = {"hs_capture": {"output_dir": str(self._directory), "replica": self._replica}}
-        return web.json_response({"json_model_override_args": json.dumps(overrides), "dp_size": 1})
-
-    async def _generate(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        tokens = np.array(body["input_ids"], dtype=np.int64)
-        states = np.zeros(len(tokens) * INFO.row_bytes, dtype=np.uint8)
-        extents = self._store.append(states, tokens, np.arange(len(tokens)), prefix_hashes(tokens, 0, 0))
-        self._store.add_sample(body["rid"], len(tokens), extents, end_hash(tokens))
-        return web.json_response({"output_ids": [], "meta_info": {"prompt_tokens": len(tokens)}})
+    def capture(self, rid: str, ids: list[int]) -> None:
+        self.keep(rid, ids)
 
 
 async def play(directory: Path, count: int) -> None:
     """Be so many servers; their URLs are the only line of the output."""
-    servers = [PlayedServer(directory, replica) for replica in range(count)]
-    print(json.dumps([await server.start() for server in servers]), flush=True)
-    ended = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-    while not ended.is_set():
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(ended.wait(), COMMIT_INTERVAL_S)
-        for server in servers:
-            server.commit()
-    for server in servers:
-        server.close()
+    async with contextlib.AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(PlayedServer(directory, replica)) for replica in range(count)]
+        print(json.dumps([server.url for server in servers]), flush=True)
+        ended = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+        while not ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), COMMIT_INTERVAL_S)
+            for server in servers:
+                server.store.commit()
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sglang_hs_capture.cli.tell import tell
 from sglang_hs_capture.config import GIB
 from sglang_hs_capture.driver import probe
 from sglang_hs_capture.driver.device import gpu_visible
@@ -20,7 +21,6 @@ from sglang_hs_capture.driver.launch import MODEL_PACKAGE, PACKAGE_VARIABLE
 from sglang_hs_capture.driver.preflight import check_plugin
 from sglang_hs_capture.errors import HsCaptureError
 from sglang_hs_capture.store import fs
-from sglang_hs_capture.text import printable
 
 WRITE_BYTES = 256 * 2**20
 WRITE_BLOCK = 16 * 2**20
@@ -56,7 +56,7 @@ def doctor(
     if directory is not None:
         findings.append(_disk(directory))
     for finding in findings:
-        typer.echo(f"{finding.level.value:>5}  {printable(finding.text)}")
+        tell(f"{finding.level.value:>5}  {finding.text}")
     failures = sum(finding.level is Level.FAIL for finding in findings)
     typer.echo("Nothing here would stop a capture." if not failures else f"{failures} of these would stop a capture.")
     raise typer.Exit(1 if failures else 0)

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from sglang_hs_capture.cli.check_view import make_check_view
+from sglang_hs_capture.cli.tell import tell
 from sglang_hs_capture.driver.summary import GB
 from sglang_hs_capture.export.options import ExportDtype, ExportOptions, ExportResult, Format
-from sglang_hs_capture.text import printable
 
 MOST_WORKERS = 8
 
@@ -58,7 +58,7 @@ def export(
     with make_check_view() as view:
         result = export_dataset(directory.expanduser(), out, options, view)
     for line in lines(out, layout, result):
-        typer.echo(printable(line))
+        tell(line)
 
 
 def lines(out: Path, layout: Format, result: ExportResult) -> list[str]:

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from sglang_hs_capture.cli import live
+from sglang_hs_capture.cli.tell import tell
 from sglang_hs_capture.driver.summary import GB
 from sglang_hs_capture.errors import ConfigError
 from sglang_hs_capture.layers import draft_ids, output_of_layer_ids
@@ -39,7 +40,7 @@ def inspect(
         typer.echo(json.dumps(account, indent=2))
         return
     for line in lines(account):
-        typer.echo(printable(line))
+        tell(line)
 
 
 def describe(directory: Path, index: DatasetIndex) -> dict[str, Any]:

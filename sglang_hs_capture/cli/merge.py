@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
+from sglang_hs_capture.cli.tell import tell
 from sglang_hs_capture.driver.summary import count_of
 from sglang_hs_capture.store.merge import merge as merge_datasets
-from sglang_hs_capture.text import printable
 
 
 def merge(
@@ -19,12 +19,8 @@ def merge(
     Shards on OUT's own file system are linked and take no room, those on others are copied. The datasets stay as they
     are. A sample that several of them hold counts once. Run the same command again to go on after an interruption.
     """
-
-    def say(text: str) -> None:
-        typer.echo(printable(text))
-
-    done = merge_datasets(out.expanduser(), [path.expanduser() for path in datasets], say)
-    say(
+    done = merge_datasets(out.expanduser(), [path.expanduser() for path in datasets], tell)
+    tell(
         f"{out}: {count_of(done.samples, 'sample')}, {done.duplicates:,} of them more than once; "
         f"{count_of(done.shards, 'shard')}, {done.copied:,} of them copied."
     )

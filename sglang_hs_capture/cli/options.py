@@ -76,8 +76,8 @@ ReplicaOption = Annotated[
     typer.Option(
         min=0,
         max=9999,
-        help="A number of its own for each server that captures into the same --output; with --dp-size N leave out N "
-        "numbers between.",
+        help="A number of its own for each server that captures into the same --output; a server with N "
+        "data-parallel ranks takes N numbers: 0, N, 2N, ...",
     ),
 ]
 OnBadInputOption = Annotated[

@@ -12,11 +12,11 @@ from typing import Annotated, Any
 import typer
 
 from sglang_hs_capture.cli import options
+from sglang_hs_capture.cli.tell import tell
 from sglang_hs_capture.config import CONFIG_KEY, CaptureConfig
 from sglang_hs_capture.errors import ConfigError, StoreError
 from sglang_hs_capture.layers import resolve_boundaries
 from sglang_hs_capture.model_config import CAPTURE_CLASSES, ModelConfig, load_model_config
-from sglang_hs_capture.text import printable
 
 CONFIG_FILE = "config.json"
 
@@ -36,7 +36,7 @@ def prepare(
     """
     prepare_model(model.expanduser(), out.expanduser(), capture.config(output, cpu=False))
     capture_class = CAPTURE_CLASSES[load_model_config(out).architecture]
-    typer.echo(f"{printable(str(out))} is ready: {CONFIG_FILE} names {capture_class} first.")
+    tell(f"{out} is ready: {CONFIG_FILE} names {capture_class} first.")
     typer.echo(
         f"Serve it with: SGLANG_EXTERNAL_MODEL_PACKAGE=sglang_hs_capture.models {shlex.quote(sys.executable)} -m "
         f"sglang.launch_server --model-path {shlex.quote(str(out))} --model-impl sglang --disable-prefill-cuda-graph"

@@ -10,12 +10,12 @@ from rich.console import Console
 from sglang_hs_capture.cli import options
 from sglang_hs_capture.cli.check_view import make_check_view
 from sglang_hs_capture.cli.mask_view import Decode, print_samples
+from sglang_hs_capture.cli.tell import tell
 from sglang_hs_capture.driver.check import find_model
 from sglang_hs_capture.driver.intake import OnBadInput
 from sglang_hs_capture.driver.make_set import SetSettings, make_set
 from sglang_hs_capture.driver.source import TOKENIZED_BY, Source, count_samples
 from sglang_hs_capture.errors import InputError
-from sglang_hs_capture.text import printable
 
 DEFAULT_SHOWN = 3
 
@@ -44,7 +44,7 @@ def prepare_data(
     config = find_model(model) if model else None
     source = given.source(data, model, share=1)
     for notice in source.check_sets():
-        typer.echo(printable(notice), err=True)
+        tell(notice, err=True)
     preparer = source.preparer(config.media_token if config else None)
     items = source.samples(
         max_length=config.context_length if config else None,
@@ -70,8 +70,8 @@ def prepare_data(
     if account.shown:
         print_samples(Console(), account.shown, _decoder(used or _loaded(source)))
     for line in account.lines():
-        typer.echo(printable(line))
-    typer.echo(f"Tokenised set: {printable(str(prepared.out))}")
+        tell(line)
+    tell(f"Tokenised set: {prepared.out}")
 
 
 def _tokenized_by(source: Source, used: Any) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def _loaded(source: Source) -> Any:
     try:
         return source.load_tokenizer()
     except InputError as error:
-        typer.echo(f"Samples are shown by their token ids: {printable(str(error))}", err=True)
+        tell(f"Samples are shown by their token ids: {error}", err=True)
         return None
 
 

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import typer
 
 from sglang_hs_capture.cli import options
+from sglang_hs_capture.cli.tell import tell
 from sglang_hs_capture.driver.delivery import DeliverySettings
 from sglang_hs_capture.driver.device import CPU_NOTICE, Device, use_cpu
 from sglang_hs_capture.driver.intake import OnBadInput
@@ -27,7 +28,6 @@ from sglang_hs_capture.driver.start import (
 )
 from sglang_hs_capture.driver.summary import Summary
 from sglang_hs_capture.errors import ConfigError, StoreError
-from sglang_hs_capture.text import printable
 
 OF_ANSWERS = ("max_new_tokens", "temperature", "top_p")
 NOT_OF_ANSWERS = ("split_turns", "overflow", "keep_untrained")
@@ -314,9 +314,9 @@ def report(summary: Summary, file: Path | None = None) -> None:
         StoreError: the run went well, and the file cannot be written.
     """
     for line in summary.lines():
-        typer.echo(printable(line))
+        tell(line)
     if summary.ended:
-        typer.echo(f"error: {printable(summary.ended)}", err=True)
+        tell(f"error: {summary.ended}", err=True)
     if file is None:
         return
     try:
@@ -325,4 +325,4 @@ def report(summary: Summary, file: Path | None = None) -> None:
         problem = f"--json-summary {file}: could not be written: {error.strerror or error}; the summary is shown above"
         if not summary.exit_code:
             raise StoreError(problem) from None
-        typer.echo(f"error: {printable(problem)}", err=True)
+        tell(f"error: {problem}", err=True)

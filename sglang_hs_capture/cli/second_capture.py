@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from sglang_hs_capture.cli import options
+from sglang_hs_capture.cli.tell import tell
 from sglang_hs_capture.driver.launch import flag_value
 from sglang_hs_capture.driver.progress import make_view
 from sglang_hs_capture.driver.run import RunSettings
@@ -108,7 +109,7 @@ class SecondCapture:
                 start_timeout_s=self.start_timeout_s,
             )
         if summary.exit_code:
-            typer.echo(f"error: the prompts could not be captured again: {summary.ended}", err=True)
+            tell(f"error: the prompts could not be captured again: {summary.ended}", err=True)
             raise typer.Exit(summary.exit_code)
 
     def _computed_in(self) -> str:

@@ -12,13 +12,13 @@ from sglang_hs_capture.cli import options
 from sglang_hs_capture.cli.check_view import make_check_view
 from sglang_hs_capture.cli.known_answers import check_known_answers
 from sglang_hs_capture.cli.second_capture import SecondCapture, require_same_model
+from sglang_hs_capture.cli.tell import tell
 from sglang_hs_capture.driver.check import find_model
 from sglang_hs_capture.driver.device import Device, use_cpu
 from sglang_hs_capture.driver.summary import GB, count_of
 from sglang_hs_capture.errors import ConfigError, CorruptionError, HsCaptureError, InputError, StoreError
 from sglang_hs_capture.store.known_answers import KNOWN_ANSWERS_FILE
 from sglang_hs_capture.store.requests import LEDGER_FILE
-from sglang_hs_capture.text import printable
 from sglang_hs_capture.verify.check import CheckResult, CheckSettings, check_dataset
 from sglang_hs_capture.verify.findings import KINDS, Finding, Findings, Severity
 from sglang_hs_capture.verify.report import is_report, write_report
@@ -121,7 +121,7 @@ def verify(
         typer.echo(json.dumps({**result.to_json(), **more}, indent=2))
     else:
         for line in lines(result, compared):
-            typer.echo(printable(line))
+            tell(line)
         if (against_model or reference or known_answer) and not compared and not failed:
             typer.echo("The states were not compared with the model's, since the dataset is not sound.")
     _conclude(result, compared, report, failed, strict=strict)

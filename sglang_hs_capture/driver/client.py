@@ -253,28 +253,24 @@ class ServerClient:
 
     async def healthy(self) -> bool:
         """Whether the server answers and says that it is up."""
-        try:
-            async with self._session.get(f"{self.url}/health", timeout=ASIDE_TIMEOUT) as response:
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return False
+        return await self._health() == 200
 
     async def shuts_down(self) -> bool:
         """Whether the server says that it takes no more work, though it would: it ends when it has none."""
         began = time.monotonic()
-        try:
-            async with self._session.get(f"{self.url}/health", timeout=ASIDE_TIMEOUT) as response:
-                return response.status == 503 and time.monotonic() - began < AT_ONCE_S
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return False
+        return await self._health() == 503 and time.monotonic() - began < AT_ONCE_S
 
     async def answers(self) -> bool:
         """Whether anything comes back from the server, be it that it is busy or ill."""
+        return await self._health() is not None
+
+    async def _health(self) -> int | None:
+        """The HTTP status of the server's account of its health; None if nothing comes back."""
         try:
-            async with self._session.get(f"{self.url}/health", timeout=ASIDE_TIMEOUT):
-                return True
+            async with self._session.get(f"{self.url}/health", timeout=ASIDE_TIMEOUT) as response:
+                return response.status
         except (aiohttp.ClientError, TimeoutError, OSError):
-            return False
+            return None
 
     async def wait_healthy(self, grace_s: float) -> bool:
         """Wait up to ``grace_s`` seconds for the server to be up."""

@@ -75,7 +75,7 @@ class Server:
         idle: whether it had nothing to do when the pool last looked.
         asked: whether it is being asked for a sign of life.
         asked_at: when it was last asked whether it shuts down.
-        check: under way where a connection broke and it is not known whether the server is lost.
+        check: the last question whether it is lost, after a connection broke.
         awaited: whether its return is being waited for.
     """
 
@@ -91,7 +91,7 @@ class Server:
         self.idle = False
         self.asked = False
         self.asked_at = time.monotonic()
-        self.check: asyncio.Future[bool] | None = None
+        self.check: asyncio.Task[bool] | None = None
         self.awaited = False
         self._prefixes: OrderedDict[int, None] = OrderedDict()
 
@@ -158,7 +158,7 @@ class ServerPool:
         self._check_returned = check_returned
         self.max_prompts = sys.maxsize
         self._say = say
-        self._probes: set[asyncio.Task[None]] = set()
+        self._probes: set[asyncio.Task[Any]] = set()
 
     @property
     def url(self) -> str:
@@ -285,9 +285,7 @@ class ServerPool:
         Args:
             ended: the replicas whose capture was ended in order, such as ``dp0``.
         """
-        known = {replica for server in self.servers for replica in server.replicas or ()}
-        strays = [replica for replica in ended if replica not in known]
-        unknown = [server for server in self.servers if server.replicas is None]
+        strays, unknown = self._strays(ended)
         for server in self.servers:
             mine = (server.replicas or frozenset()) & set(ended)
             server.ended = bool(mine) or (bool(strays) and unknown == [server])
@@ -357,14 +355,18 @@ class ServerPool:
         free = [server for server in candidates if server.tokens - least <= SLACK_TOKENS]
         return max(free, key=lambda server: (server.known(hashes), -server.tokens))
 
-    def _errors_of(self, stops: Mapping[str, HsCaptureError]) -> dict[Server, HsCaptureError]:
-        """The servers that have stopped, each with its reason; that of nobody known is the one unknown server's."""
+    def _strays(self, replicas: Iterable[str]) -> tuple[list[str], list[Server]]:
+        """Those of the replicas that no server is known to write as, and the servers of which that is not known."""
         known = {replica for server in self.servers for replica in server.replicas or ()}
         unknown = [server for server in self.servers if server.replicas is None]
-        strays = [error for replica, error in stops.items() if replica not in known]
+        return [replica for replica in replicas if replica not in known], unknown
+
+    def _errors_of(self, stops: Mapping[str, HsCaptureError]) -> dict[Server, HsCaptureError]:
+        """The servers that have stopped, each with its reason; that of nobody known is the one unknown server's."""
+        strays, unknown = self._strays(stops)
         if strays and len(unknown) > 1:
-            raise strays[0]
-        found = {server: strays[0] for server in unknown if strays}
+            raise stops[strays[0]]
+        found = {server: stops[strays[0]] for server in unknown if strays}
         for server in self.servers:
             mine = sorted((server.replicas or frozenset()) & stops.keys())
             if mine:
@@ -388,15 +390,9 @@ class ServerPool:
         """
         if not server.up or server not in self.servers:
             return
-        if server.check is None:
-            server.check = asyncio.ensure_future(self._is_back(server))
-        check = server.check
-        try:
-            well = await asyncio.shield(check)
-        finally:
-            if check.done():
-                server.check = None
-        if not well:
+        if server.check is None or server.check.done():
+            server.check = self._beside(self._is_back(server))
+        if not await asyncio.shield(server.check):
             self._lost(server, error)
 
     def _lost(self, server: Server, error: ConnectionError) -> None:
@@ -413,11 +409,12 @@ class ServerPool:
             server.awaited = True
             self._beside(self._await_return(server))
 
-    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+    def _beside(self, work: Coroutine[Any, Any, Reply]) -> asyncio.Task[Reply]:
         """Have something done while the pool goes on."""
         probe = asyncio.create_task(work)
         self._probes.add(probe)
         probe.add_done_callback(self._probes.discard)
+        return probe
 
     async def _await_return(self, server: Server) -> None:
         loop = asyncio.get_running_loop()

@@ -9,6 +9,7 @@ from sglang_hs_capture.store.lock import FileLock
 from sglang_hs_capture.store.schema import RESTORE, DatasetInfo
 
 DATASET_FILE = "dataset.json"
+LOCK_FILE = "lock-dataset"
 SHARD_FOLDER = "shards"
 FINAL_NORM_FILE = "final_norm.safetensors"
 
@@ -42,7 +43,7 @@ def check_or_write_info(directory: Path, info: DatasetInfo, lock_timeout_s: floa
     with fs.io_errors(directory, "create the dataset"):
         fs.make_dir(directory / SHARD_FOLDER)
     path = directory / DATASET_FILE
-    lock = FileLock(directory / "lock-dataset", lock_timeout_s)
+    lock = FileLock(directory / LOCK_FILE, lock_timeout_s)
     try:
         if not path.exists():
             write_object(path, info.to_json())

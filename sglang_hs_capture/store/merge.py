@@ -18,7 +18,7 @@ from sglang_hs_capture.errors import (
     DiskFullError,
 )
 from sglang_hs_capture.store import fs
-from sglang_hs_capture.store.identity import DATASET_FILE, FINAL_NORM_FILE, SHARD_FOLDER, read_info
+from sglang_hs_capture.store.identity import DATASET_FILE, FINAL_NORM_FILE, LOCK_FILE, SHARD_FOLDER, read_info
 from sglang_hs_capture.store.index import DatasetIndex, SampleEntry, load_index
 from sglang_hs_capture.store.journal import encode_line, read_records
 from sglang_hs_capture.store.jsonfile import read_object, write_object
@@ -32,7 +32,6 @@ from sglang_hs_capture.store.session import read_sessions, session_path
 from sglang_hs_capture.store.shard import ShardLayout, ShardPaths
 
 PLAN_FILE = "merge.json"
-LOCK_FILE = "lock-dataset"
 LOCK_TIMEOUT_S = 10.0
 SHOWN_CONFLICTS = 5
 _COPY_BYTES = 8 << 20

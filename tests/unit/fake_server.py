@@ -54,6 +54,8 @@ class FakeServer:
     while).
     """
 
+    shard_bytes = 2**20
+
     def __init__(
         self,
         directory: Path,
@@ -87,7 +89,7 @@ class FakeServer:
             self.record.writer,
             INFO,
             session_id=self.record.session_id,
-            shard_bytes=2**20,
+            shard_bytes=self.shard_bytes,
             min_free_bytes=0,
         )
         write_session(self.directory, self.record)
@@ -191,11 +193,15 @@ class FakeServer:
 
     def capture(self, rid: str, ids: list[int]) -> None:
         """Store rows for these tokens and acknowledge them."""
+        self.keep(rid, ids)
+        self.store.commit()
+
+    def keep(self, rid: str, ids: list[int]) -> None:
+        """Store rows for these tokens, to be acknowledged with the next commit."""
         tokens = np.array(ids, dtype=np.int64)
         rows = np.zeros(len(ids) * INFO.row_bytes, dtype=np.uint8)
         extents = self.store.append(rows, tokens, np.arange(len(ids)), prefix_hashes(tokens, 0, 0))
         self.store.add_sample(rid, len(ids), extents, end_hash(tokens))
-        self.store.commit()
 
 
 def predictions(ids: list[int]) -> dict[str, Any]:
